@@ -1,0 +1,264 @@
+"""The public operation for JAX arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparse_decode.contract import CACHE_DIM, ArraySpec, Geometry, check_call
+from sparse_decode.pallas_kernels.config import Config, default_config
+from sparse_decode.pallas_kernels.kernels import Plan, attend
+
+ALIGNMENT = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedCache:
+    """A cache that is part of larger pages, as serving stacks keep it.
+
+    Attributes:
+        storage: `[pages, page stride]`, dense, in the cache's dtype: whole pages, with whatever else
+            they hold.
+        offset: int32 scalar, where the first group of each page begins, in elements. It may be traced,
+            so one compiled program serves every layer of a cache. A value that is no multiple of
+            `offset_unit` is rounded down to one.
+        groups: KV heads.
+        page_size: Tokens a page.
+        group_stride: Elements between groups; None is `page_size * 384`.
+        token_stride: Elements between tokens; None is 384.
+        offset_unit: Number of elements that every offset is a multiple of; wide loads need 16 bytes.
+    """
+
+    storage: jax.Array
+    offset: jax.Array | int
+    groups: int = dataclasses.field(metadata={"static": True})
+    page_size: int = dataclasses.field(metadata={"static": True})
+    group_stride: int | None = dataclasses.field(default=None, metadata={"static": True})
+    token_stride: int | None = dataclasses.field(default=None, metadata={"static": True})
+    offset_unit: int = dataclasses.field(default=16, metadata={"static": True})
+
+    def strides(self) -> tuple[int, int, int, int]:
+        """Elements between pages, groups, tokens and dims."""
+        token = CACHE_DIM if self.token_stride is None else self.token_stride
+        group = self.page_size * token if self.group_stride is None else self.group_stride
+        return self.storage.shape[1], group, token, 1
+
+
+def sparse_decode_attention(
+    query: jax.Array,
+    cache: jax.Array | PackedCache,
+    regions: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
+    output: jax.Array | None = None,
+    *,
+    scale: float,
+    query_len: int = 1,
+    splits: int | None = None,
+    clear_inactive: bool = True,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends to selected regions of a paged KV cache.
+
+    Runs on NVIDIA GPUs as Pallas kernels (JAX's Triton backend) and elsewhere in Pallas' interpreter,
+    inside and outside `jax.jit`; one jitted function lowers for either. Follows the interface of vLLM's
+    Step-5 `sparse_decode_attention`, as a function that returns its result.
+
+    Args:
+        query: `[rows, heads, 192]`, bfloat16 or float16; `rows = requests * query_len * groups`, group
+            fastest; 1 to 16 heads.
+        cache: `[pages, groups, page_size, 384]`, keys then values, in the dtype of `query` or FP8 E4M3
+            (float8_e4m3fn, or uint8 holding it); page size a multiple of 8. Or a `PackedCache`.
+        regions: `[rows, slots]`, int32 or int64. Region `i` is tokens `8i` to `8i + 7` of the request,
+            negative is unused. Only the trailing `position // 8 + 1` slots are read.
+        block_table: `[requests, max_pages]` int32, logical to physical page.
+        positions: `[rows]`, int32 or int64, of the query token, which attends to tokens up to its own.
+        active: `[rows]` bool, false for padding.
+        output: `[rows, heads, 192]`, bfloat16 or float16, or None. Gives the dtype of the result and,
+            without `clear_inactive`, the inactive rows. Donate it to have it written in place.
+        scale: Multiplies q.k.
+        query_len: Query tokens a request.
+        splits: Programs that share a row, 1 to 256; None leaves it to `config`.
+        clear_inactive: Inactive rows are exactly zero. If false they keep what `output` holds, or are
+            zero without `output`.
+        k_scale: One float32 that multiplies FP8 keys; required with an FP8 cache, otherwise unused.
+        v_scale: The same for values.
+        gate: `[tokens, groups * heads]`, bfloat16, float16 or float32, before its sigmoid; or None.
+        return_lse: Whether to return lse as well.
+        config: Launch settings; None takes `default_config`.
+
+    Returns:
+        `[rows, heads, 192]` in the dtype of `output` or `query`; with `return_lse` also the natural-log
+        log-sum-exp of the scaled logits, `[rows, heads]` float32, -inf where nothing is attended.
+
+    Raises:
+        TypeError: A dtype or the type of an argument is wrong.
+        ValueError: A shape or an option is wrong, or an FP8 scale is missing.
+        NotImplementedError: The GPU has no FP8 conversion, or an FP8 cache is laid out in odd strides
+            and larger than 2 GiB.
+    """
+    arrays = {
+        "query": query,
+        "regions": regions,
+        "block_table": block_table,
+        "positions": positions,
+        "active": active,
+        "output": output,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "gate": gate,
+    }
+    specs = {name: _describe(name, array) for name, array in arrays.items() if array is not None}
+    specs["cache"] = _describe_cache(cache)
+    _check_options(splits, config, return_lse)
+    geometry = check_call(
+        **specs,
+        scale=scale,
+        query_len=query_len,
+        splits=1 if splits is None else splits,
+        clear_inactive=clear_inactive,
+    )
+    config = config or default_config(geometry)
+    if splits is not None:
+        config = dataclasses.replace(config, splits=splits)
+    if geometry.rows == 0:
+        empty = jnp.zeros(query.shape, geometry.output_dtype)
+        return (empty, jnp.zeros(query.shape[:2], jnp.float32)) if return_lse else empty
+
+    storage, cache_strides, offset, words = _cache_buffer(cache, geometry)
+    rows, heads, dim = query.shape
+    buffers = {
+        "query": query.reshape(rows, -1),
+        "cache": storage,
+        "regions": _pairs(regions),
+        "block_table": block_table,
+        "positions": _pairs(positions),
+        "active": active,
+    }
+    if geometry.fp8:
+        buffers |= {"k_scale": k_scale.reshape(1), "v_scale": v_scale.reshape(1)}
+    if offset is not None:
+        buffers["offset"] = offset
+    if gate is not None:
+        buffers["gate"] = gate
+    if output is not None:
+        buffers["output"] = output.reshape(rows, -1)
+    plan = Plan(
+        geometry=dataclasses.replace(geometry, splits=config.splits),
+        config=config,
+        scale=float(scale),
+        clear_inactive=clear_inactive or output is None,
+        return_lse=return_lse,
+        words=words,
+        query_strides=(heads * dim, dim),
+        cache_strides=cache_strides,
+        regions_stride=geometry.slots,
+        wide_regions=regions.dtype == jnp.int64,
+        table_stride=geometry.max_pages,
+        wide_positions=positions.dtype == jnp.int64,
+        output_strides=(heads * dim, dim),
+        gate_strides=(geometry.groups * heads, 1),
+        offset_unit=0 if offset is None else _offset_unit(cache, words),
+    )
+    results = lax.platform_dependent(
+        buffers,
+        cuda=functools.partial(attend, plan),
+        default=functools.partial(attend, dataclasses.replace(plan, interpret=True)),
+    )
+    result = results["output"].reshape(query.shape)
+    return (result, results["lse"]) if return_lse else result
+
+
+def _describe(name: str, array: object) -> ArraySpec:
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: expected a JAX array, got {type(array).__name__}")
+    return ArraySpec(array.shape, array.dtype.name)
+
+
+def _describe_cache(cache: object) -> ArraySpec:
+    if not isinstance(cache, PackedCache):
+        return _describe("cache", cache)
+    storage = _describe("cache.storage", cache.storage)
+    if len(storage.shape) != 2:
+        raise ValueError(
+            f"cache.storage: expected shape [pages, page stride], got shape {list(storage.shape)}"
+        )
+    pages, page_stride = storage.shape
+    _, group_stride, token_stride, _ = strides = cache.strides()
+    reach = (
+        (cache.groups - 1) * group_stride + (cache.page_size - 1) * token_stride + CACHE_DIM
+    )
+    if min(group_stride, token_stride) < 0 or reach > page_stride:
+        raise ValueError(
+            f"cache: expected groups and tokens inside a page of {page_stride} elements, got groups "
+            f"{cache.groups} * stride {group_stride}, page size {cache.page_size} * stride {token_stride}"
+        )
+    offset = cache.offset
+    if isinstance(offset, int) and not (0 <= offset <= page_stride - reach):
+        raise ValueError(f"cache.offset: expected 0 to {page_stride - reach}, got {offset}")
+    if isinstance(offset, int) and offset % cache.offset_unit:
+        raise ValueError(
+            f"cache.offset: expected a multiple of offset_unit = {cache.offset_unit}, got {offset}"
+        )
+    shape = (pages, cache.groups, cache.page_size, CACHE_DIM)
+    return ArraySpec(shape, storage.dtype, strides)
+
+
+def _check_options(splits: object, config: object, return_lse: object) -> None:
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config: expected a Config or None, got {type(config).__name__}")
+
+
+def _pairs(index: jax.Array) -> jax.Array:
+    """int32 as it is, int64 as pairs of int32 (low word first), also where JAX has no 64 bits."""
+    if index.dtype == jnp.int32:
+        return jnp.asarray(index)
+    if isinstance(index, np.ndarray):
+        return jnp.asarray(np.ascontiguousarray(index).view(np.int32))
+    return lax.bitcast_convert_type(index, jnp.int32).reshape(*index.shape[:-1], -1)
+
+
+def _offset_unit(cache: PackedCache, words: bool) -> int:
+    return cache.offset_unit // 2 if words else cache.offset_unit
+
+
+def _cache_buffer(
+    cache: jax.Array | PackedCache, geometry: Geometry
+) -> tuple[jax.Array, tuple[int, int, int], jax.Array | None, bool]:
+    """The cache as `[pages, page stride]`, its strides, the offset operand, and whether in words."""
+    if isinstance(cache, PackedCache):
+        storage, offset = jnp.asarray(cache.storage), cache.offset
+        page, group, token, _ = cache.strides()
+        unit = cache.offset_unit
+        offset = (jnp.asarray(offset, jnp.int32) // unit).reshape(1)
+    else:
+        storage, offset, unit = jnp.asarray(cache).reshape(cache.shape[0], -1), None, 0
+        token = CACHE_DIM
+        group, page = geometry.page_size * token, storage.shape[1]
+    words = geometry.fp8 and not any(number % 2 for number in (page, group, token, unit))
+    if not words:
+        if geometry.fp8:
+            if math.prod(storage.shape) > 2**31:
+                raise NotImplementedError(
+                    "cache: FP8 in odd strides is implemented up to 2 GiB, "
+                    f"got {math.prod(storage.shape)} bytes"
+                )
+            storage = lax.bitcast_convert_type(storage, jnp.float8_e4m3fn)
+        return storage, (page, group, token), offset, False
+    storage = lax.bitcast_convert_type(storage.reshape(storage.shape[0], -1, 2), jnp.uint16)
+    return storage, (page // 2, group // 2, token // 2), offset, True

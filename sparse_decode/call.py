@@ -1,0 +1,89 @@
+"""One call of the operation as NumPy arrays, shared by oracle, cases, captures and every path."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_decode.contract import ARRAY_NAMES, ArraySpec, Geometry, check_call, default_splits
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs and options of one `sparse_decode_attention` call.
+
+    Arrays are NumPy arrays under the contract's names, 16-bit floats and FP8 in the dtypes of
+    `ml_dtypes`. `output` is the buffer's content before the call (shape, dtype and strides count;
+    paths copy it), or None for a new array. `splits` of None leaves the choice to the path.
+    """
+
+    query: np.ndarray
+    cache: np.ndarray
+    regions: np.ndarray
+    block_table: np.ndarray
+    positions: np.ndarray
+    active: np.ndarray
+    output: np.ndarray | None = None
+    k_scale: np.ndarray | None = None
+    v_scale: np.ndarray | None = None
+    gate: np.ndarray | None = None
+    scale: float = 192**-0.5
+    query_len: int = 1
+    splits: int | None = None
+    clear_inactive: bool = True
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that are present, by name."""
+        named = {name: getattr(self, name) for name in ARRAY_NAMES}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def options(self) -> dict[str, object]:
+        """The options that are no arrays, by name."""
+        names = (f.name for f in dataclasses.fields(self) if f.name not in ARRAY_NAMES)
+        return {name: getattr(self, name) for name in names}
+
+    def geometry(self) -> Geometry:
+        """Checks the call against the contract; see `contract.check_call`."""
+        options = self.options()
+        if self.splits is None:
+            options["splits"] = default_splits(len(self.query))
+        return check_call(
+            **{name: describe(array) for name, array in self.arrays().items()}, **options
+        )
+
+
+def describe(array: np.ndarray) -> ArraySpec:
+    """Describes a NumPy array; strides that are no multiple of the item size raise ValueError."""
+    if any(stride % array.itemsize for stride in array.strides):
+        raise ValueError(f"expected strides in whole elements, got {array.strides} bytes")
+    return ArraySpec(
+        array.shape, array.dtype.name, tuple(stride // array.itemsize for stride in array.strides)
+    )
+
+
+def page_storage(cache: np.ndarray) -> tuple[np.ndarray, int, tuple[int, ...]]:
+    """The dense memory that a cache view lies in.
+
+    Args:
+        cache: `[pages, groups, page_size, 384]`, a view of a larger dense array or an array of its own.
+
+    Returns:
+        `(storage, offset, strides)`: `[pages, page stride]`, where in each page the view begins, and
+        the view's strides, all in elements.
+
+    Raises:
+        ValueError: The last page of the view ends past the memory that it is a view of.
+    """
+    root = cache
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    flat = root.reshape(-1).view(cache.dtype)
+    begin = (cache.ctypes.data - root.ctypes.data) // cache.itemsize
+    strides = describe(cache).strides
+    first = begin - begin % strides[0]
+    end = first + cache.shape[0] * strides[0]
+    if end > flat.size:
+        raise ValueError(f"cache: expected whole pages up to element {end}, got {flat.size} elements")
+    return flat[first:end].reshape(-1, strides[0]), begin - first, strides

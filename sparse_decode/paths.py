@@ -1,0 +1,157 @@
+"""The ways to compute a call, each as one function from a NumPy `Call` to a NumPy `Outcome`.
+
+Nothing here imports a framework before it is asked to.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_decode._require import MissingDependency, check_version, require
+from sparse_decode.call import Call, page_storage
+
+SUPPORTED = {"jax": ("0.10.2", "0.13"), "torch": ("2.11", None), "triton": ("3.6", None)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a path computed.
+
+    Attributes:
+        output: `[rows, heads, 192]`.
+        lse: `[rows, heads]` float32, natural logarithm; None where the path does not return it.
+        before: What the output buffer held before the call; None where the path made a new array.
+    """
+
+    output: np.ndarray
+    lse: np.ndarray | None
+    before: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether and how a path can run here.
+
+    Attributes:
+        mode: "native" on a GPU, "interpreter" on the CPU, None where it cannot run.
+        reason: What it runs on, or why it cannot.
+    """
+
+    mode: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute a call.
+
+    Attributes:
+        name: Short name, as in tables.
+        summary: What runs where, in words.
+        status: Tells whether it can run here.
+        run: Computes a call. Raises what the path's public function raises.
+    """
+
+    name: str
+    summary: str
+    status: Callable[[], Status]
+    run: Callable[[Call], Outcome]
+
+
+def version_of(module: str) -> str:
+    """The version of an installed framework.
+
+    Raises:
+        MissingDependency: It is not installed.
+        NotImplementedError: Its version is not supported.
+    """
+    found = require(module, extra="jax-cuda13" if module == "jax" else "torch").__version__
+    check_version(module, found, *SUPPORTED[module])
+    return found
+
+
+def _missing(*modules: str) -> str | None:
+    try:
+        for module in modules:
+            version_of(module)
+    except (MissingDependency, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
+def _jax_status() -> Status:
+    if missing := _missing("jax"):
+        return Status(None, missing)
+    jax = importlib.import_module("jax")
+    if jax.default_backend() == "gpu":
+        return Status("native", jax.devices()[0].device_kind)
+    return Status("interpreter", f"Pallas' interpreter on {jax.default_backend()}")
+
+
+def _torch_status() -> Status:
+    if missing := _missing("torch", "triton"):
+        return Status(None, missing)
+    torch = importlib.import_module("torch")
+    if importlib.import_module("triton").knobs.runtime.interpret:
+        return Status("interpreter", "Triton's interpreter on cpu")
+    if torch.cuda.is_available():
+        return Status("native", torch.cuda.get_device_name())
+    return Status(None, "no CUDA GPU is visible, and TRITON_INTERPRET=1 is not set")
+
+
+def torch_device() -> str:
+    """Where tensors of the PyTorch paths live here."""
+    return "cuda" if _torch_status().mode == "native" else "cpu"
+
+
+def _run_pallas(call: Call) -> Outcome:
+    import jax
+
+    from sparse_decode.pallas_kernels import PackedCache, sparse_decode_attention
+
+    wide = "int64" in (call.regions.dtype.name, call.positions.dtype.name)
+    with jax.enable_x64(wide):
+        arrays = {name: jax.numpy.asarray(a) for name, a in call.arrays().items() if name != "cache"}
+        if call.cache.flags.c_contiguous:
+            arrays["cache"] = jax.numpy.asarray(call.cache)
+        else:
+            storage, offset, (_, group, token, _) = page_storage(call.cache)
+            arrays["cache"] = PackedCache(
+                jax.numpy.asarray(storage),
+                jax.numpy.int32(offset),
+                groups=call.cache.shape[1],
+                page_size=call.cache.shape[2],
+                group_stride=group,
+                token_stride=token,
+            )
+        attend = jax.jit(
+            lambda arrays: sparse_decode_attention(**arrays, **call.options(), return_lse=True)
+        )
+        output, lse = attend(arrays)
+        return Outcome(np.asarray(output), np.asarray(lse), call.output)
+
+
+def _run_triton(call: Call) -> Outcome:
+    from sparse_decode import torch_arrays
+    from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
+
+    device = torch_device()
+    tensors = {name: torch_arrays.from_numpy(a, device) for name, a in call.arrays().items()}
+    options = call.options()
+    if options["splits"] is None:
+        options["splits"] = sparse_decode_splits(len(call.query))
+    if call.output is None:
+        tensors["output"] = tensors["query"].new_full(call.query.shape, float("nan"))
+    before = torch_arrays.to_numpy(tensors["output"])
+    sparse_decode_attention(**tensors, **options)
+    return Outcome(torch_arrays.to_numpy(tensors["output"]), None, before)
+
+
+PATHS = (
+    Path("pallas", "Pallas kernels in JAX", _jax_status, _run_pallas),
+    Path("triton", "Triton kernels in PyTorch", _torch_status, _run_triton),
+)
