@@ -4,7 +4,7 @@ from sparse_decode._require import require
 
 require("jax", extra="jax-cuda13")
 
-from sparse_decode.pallas_kernels.config import Config, default_config
 from sparse_decode.pallas_kernels.op import PackedCache, sparse_decode_attention
+from sparse_decode.plan import Config, default_config
 
 __all__ = ["Config", "PackedCache", "default_config", "sparse_decode_attention"]

@@ -2,9 +2,10 @@
 
 Split, grid (rows, splits): one program attends with all heads of a row to one share of its live slots,
 a tile of tokens at a time, and writes either the output (one split) or a normalised float32 partial
-`[rows, splits, heads, 192]` with its base-2 lse. Combine, grid (rows, heads): merges the partials.
+`[rows, splits, heads, 192]` with its base-2 lse. Combine, grid (rows, heads, parts of the 192
+dims): merges the partials.
 
-Two things differ from the Triton path, both for the sake of FP8 caches:
+Two things differ from the Triton path:
 
 - An FP8 cache is read as 16-bit words of two neighbouring elements. A word splits into its even and its
   odd element in registers, so everything that runs along the 192 dims (query, keys, values,
@@ -12,17 +13,14 @@ Two things differ from the Triton path, both for the sake of FP8 caches:
 - Products are transposed: tokens stand first and heads second, so that few heads fill the narrow side
   of the tensor core's shape.
 
-Everything is addressed through two-dimensional dense buffers, `[pages, page stride]`, `[rows, row
-stride]` and so on, with the strides inside them as static numbers; a launcher may hand in any memory
-that is laid out so.
+Everything is addressed through dense buffers with static strides inside, as `sparse_decode.plan` lays
+them out; a launcher may hand in any memory that is laid out so.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,85 +28,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from sparse_decode.contract import HEAD_DIM, REGION_TOKENS, Geometry
-from sparse_decode.pallas_kernels.config import Config
+from sparse_decode.contract import HEAD_DIM, REGION_TOKENS
+from sparse_decode.plan import Plan
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 COMBINE_WIDTH = 64
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything static about one launch.
-
-    Strides count elements of the buffer they belong to; for FP8 read as words, `cache_strides` and
-    `offset_unit` count words.
-
-    Attributes:
-        geometry: Sizes of the call.
-        config: Launch settings; its `splits` holds.
-        scale: Multiplies q.k.
-        clear_inactive: Zero inactive rows; otherwise leave them as they are in `output`.
-        return_lse: Whether natural-log lse is computed.
-        words: Whether the cache is read as 16-bit words of two FP8 elements.
-        query_strides: (row, head).
-        cache_strides: (page, group, token).
-        regions_stride: Row stride, in elements of the index dtype.
-        wide_regions: Whether `regions` is int64, seen as pairs of int32.
-        table_stride: Row stride of `block_table`.
-        wide_positions: Whether `positions` is int64, seen as pairs of int32.
-        output_strides: (row, head).
-        gate_strides: (token, head).
-        offset_unit: The first page begins `offset * offset_unit` elements into the buffer, with
-            `offset` an operand; 0 if there is no such operand.
-        dependent_launch: Wait for the preceding kernel inside this one (sm_90 and newer).
-        interpret: Run in Pallas' interpreter.
-    """
-
-    geometry: Geometry
-    config: Config
-    scale: float
-    clear_inactive: bool
-    return_lse: bool
-    words: bool
-    query_strides: tuple[int, int]
-    cache_strides: tuple[int, int, int]
-    regions_stride: int
-    wide_regions: bool
-    table_stride: int
-    wide_positions: bool
-    output_strides: tuple[int, int]
-    gate_strides: tuple[int, int]
-    offset_unit: int = 0
-    dependent_launch: bool = False
-    interpret: bool = False
-
-    @property
-    def transposed(self) -> bool:
-        """Whether tokens stand first and heads second in the products."""
-        return self.words
-
-    @property
-    def operand(self) -> Any:
-        """Dtype of the operands of the products."""
-        return jnp.float16 if self.geometry.fp8 else jnp.dtype(self.geometry.cache_dtype)
-
-    @property
-    def padded_heads(self) -> int:
-        """Heads, padded to what the tensor core's shape asks for."""
-        return max(8 if self.transposed else 16, pl.next_power_of_2(self.geometry.heads))
-
-    @property
-    def line(self) -> int:
-        """Buffer elements that hold the 192 dims of one key or value."""
-        return HEAD_DIM // 2 if self.words else HEAD_DIM
-
-    @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(begin, width) of the power-of-two pieces that make up a line."""
-        half = self.line // 3
-        return ((0, 2 * half), (2 * half, half))
 
 
 # --- layout -----------------------------------------------------------------------------------------
@@ -136,9 +61,9 @@ def _load_index(ref, lead: tuple, last, wide: bool, **masking) -> jax.Array:
     return jnp.where(fits, low, jnp.where(high < 0, jnp.int32(-(2**31)), jnp.int32(2**31 - 1)))
 
 
-def _row_of(row: jax.Array, stride: int) -> jax.Array:
-    """The row of a buffer; every row is the first where the stride is 0."""
-    return row if stride else row * 0
+def _line(index: jax.Array, stride: int) -> jax.Array:
+    """The line of a buffer; every line is the first where the stride is 0."""
+    return index if stride else jnp.zeros_like(index)
 
 
 def _live_slots(position: jax.Array, active: jax.Array, slots: int) -> jax.Array:
@@ -154,7 +79,7 @@ def _locate(plan: Plan, refs, row, first_slot, position, offset):
     slot = first_slot + (lane >> 3)
     region = _load_index(
         refs["regions"],
-        (_row_of(row, plan.regions_stride),),
+        (_line(row, plan.regions_stride),),
         slot,
         plan.wide_regions,
         mask=slot < geometry.slots,
@@ -165,7 +90,7 @@ def _locate(plan: Plan, refs, row, first_slot, position, offset):
     logical, in_page = _divide(token, geometry.page_size)
     request = lax.div(row, jnp.int32(geometry.rows_per_request))
     page = plt.load(
-        refs["block_table"].at[_row_of(request, plan.table_stride), logical], mask=valid, other=-1
+        refs["block_table"].at[_line(request, plan.table_stride), logical], mask=valid, other=-1
     )
     valid = valid & _within(page, geometry.pages)
     _, group_stride, token_stride = plan.cache_strides
@@ -207,7 +132,7 @@ def _load_lines(plan: Plan, cache_ref, page, element, valid, first: int) -> list
     tiles = []
     for begin, width in plan.pieces:
         column = first + begin + jnp.arange(width, dtype=jnp.int32)
-        at = cache_ref.at[page[:, None], element[:, None] + column[None, :]]
+        at = cache_ref.at[_line(page, plan.cache_strides[0])[:, None], element[:, None] + column[None, :]]
         tile = plt.load(at, mask=valid[:, None], other=0)
         if plan.words:
             tiles += _decode(plan, tile)
@@ -233,7 +158,7 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
     head = jnp.arange(plan.padded_heads, dtype=jnp.int32)[:, None]
     return [
         plt.load(
-            query_ref.at[_row_of(row, row_stride), head * head_stride + dims[None, :]],
+            query_ref.at[_line(row, row_stride), head * head_stride + dims[None, :]],
             mask=jnp.broadcast_to(
                 head < plan.geometry.heads, (plan.padded_heads, dims.shape[0])
             ),
@@ -263,23 +188,10 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
     offset = refs["offset"][0] * plan.offset_unit if plan.offset_unit else 0
 
-    token_axis = 0 if plan.transposed else 1
-    by_head = (lambda x: x[None, :]) if plan.transposed else (lambda x: x[:, None])
-    by_token = (lambda x: x[:, None]) if plan.transposed else (lambda x: x[None, :])
-
     query = _load_query(plan, refs["query"], row)
     logit_scale = plan.scale * LOG2_E
     if geometry.fp8:
         logit_scale = logit_scale * refs["k_scale"][0]
-
-    def scores(keys):
-        pairs = zip(keys, query, strict=True)
-        if plan.transposed:
-            return functools.reduce(jnp.add, (_dot(key, 1, q, 1) for key, q in pairs))
-        return functools.reduce(jnp.add, (_dot(q, 1, key, 1) for key, q in pairs))
-
-    def weigh(weights, value):
-        return _dot(value, 0, weights, 0) if plan.transposed else _dot(weights, 1, value, 0)
 
     def attend(tile, carry):
         peak, total, sums = carry
@@ -287,31 +199,31 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         page, element, valid = _locate(plan, refs, row, first_slot, position, offset)
         keys = _load_lines(plan, refs["cache"], page, element, valid, 0)
         values = _load_lines(plan, refs["cache"], page, element, valid, plan.line)
-        logits = jnp.where(by_token(valid), scores(keys) * logit_scale, -jnp.inf)
-        new_peak = jnp.maximum(peak, jnp.max(logits, axis=token_axis))
+        products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
+        logits = functools.reduce(jnp.add, products) * logit_scale
+        logits = jnp.where(valid[:, None], logits, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(logits, axis=0))
         pivot = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-        weights = jnp.exp2(logits - by_head(pivot))
+        weights = jnp.exp2(logits - pivot[None, :])
         shrink = jnp.exp2(peak - pivot)
-        total = total * shrink + jnp.sum(weights, axis=token_axis)
+        total = total * shrink[None, :] + weights
         weights = weights.astype(plan.operand)
         sums = tuple(
-            acc * by_head(shrink) + weigh(weights, value)
+            acc * shrink[None, :] + _dot(value, 0, weights, 0)
             for acc, value in zip(sums, values, strict=True)
         )
         return new_peak, total, sums
 
     heads = plan.padded_heads
-    widths = [piece.shape[1] for piece in query]
     empty = (
         jnp.full((heads,), -jnp.inf, jnp.float32),
-        jnp.zeros((heads,), jnp.float32),
-        tuple(
-            jnp.zeros((w, heads) if plan.transposed else (heads, w), jnp.float32) for w in widths
-        ),
+        jnp.zeros((config.tile, heads), jnp.float32),
+        tuple(jnp.zeros((piece.shape[1], heads), jnp.float32) for piece in query),
     )
     begin = lax.div(split * tiles, jnp.int32(config.splits))
     end = lax.div((split + 1) * tiles, jnp.int32(config.splits))
     peak, total, sums = lax.fori_loop(begin, end, attend, empty)
+    total = jnp.sum(total, axis=0)
 
     none = total == 0
     norm = jnp.where(none, 0.0, 1.0 / jnp.where(none, 1.0, total))
@@ -322,16 +234,16 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     present = head < geometry.heads
     if config.splits == 1:
         for dims, acc in zip(_dims(plan), sums, strict=True):
-            _finish(plan, refs, row, active, by_head(head), by_token(dims), acc * by_head(norm))
+            _finish(plan, refs, row, active, head[None, :], dims[:, None], acc * norm[None, :])
         if plan.return_lse:
             plt.store(refs["lse"].at[row, head], lse * LN_2, mask=present)
         return
     line = (row * config.splits + split) * geometry.heads + head
     for dims, acc in zip(_dims(plan), sums, strict=True):
         plt.store(
-            refs["partial"].at[by_head(line), by_token(dims)],
-            acc * by_head(norm),
-            mask=jnp.broadcast_to(by_head(present), acc.shape),
+            refs["partial"].at[line[None, :], dims[:, None]],
+            acc * norm[None, :],
+            mask=jnp.broadcast_to(present[None, :], acc.shape),
         )
     plt.store(refs["partial_lse"].at[line], lse, mask=present)
 
@@ -342,7 +254,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
 def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
     refs = dict(zip(names, args, strict=True))
     geometry, splits = plan.geometry, plan.config.splits
-    row, head = _wait(plan, pl.program_id(0)), pl.program_id(1)
+    row, head = _wait(plan, pl.program_id(0)), jnp.full((1,), pl.program_id(1))
     active = refs["active"][row]
     split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
     line = (row * splits + split) * geometry.heads + head
@@ -353,8 +265,9 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
     total = jnp.sum(weights, axis=0)
     none = total == 0
     weights = weights * (1.0 / jnp.where(none, 1.0, total))
-    for begin in range(0, HEAD_DIM, COMBINE_WIDTH):
-        dims = begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
+    first = pl.program_id(2) * plan.config.combine_width
+    for begin in range(0, plan.config.combine_width, COMBINE_WIDTH):
+        dims = first + begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
         partial = plt.load(
             refs["partial"].at[line[:, None], dims[None, :]],
             mask=jnp.broadcast_to((lse != -jnp.inf)[:, None], (split.size, COMBINE_WIDTH)),
@@ -364,34 +277,35 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
         _finish(plan, refs, row, active, head, dims, attention)
     if plan.return_lse:
         lse = jnp.where(none, -jnp.inf, peak + jnp.log2(jnp.where(none, 1.0, total)))
-        refs["lse"][row, head] = lse * LN_2
+        plt.store(refs["lse"].at[row, head], jnp.full((1,), lse * LN_2))
 
 
 # --- gate and output --------------------------------------------------------------------------------
 
 
-def _divide_exactly(plan: Plan, numerator, denominator):
-    """IEEE division; the GPU's plain float32 division is an approximation."""
+def _reciprocal(plan: Plan, x):
+    """1 / x as IEEE defines it; the GPU's plain float32 division is an approximation."""
     if plan.interpret:
-        return numerator / denominator
+        return 1 / x
     (quotient,) = plt.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;",
-        args=[jnp.full_like(denominator, numerator), denominator],
-        constraints="=r,r,r",
+        "rcp.rn.f32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(denominator.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
     )
     return quotient
 
 
-def _gate(plan: Plan, gate_ref, row, head, mask):
+def _gate(plan: Plan, gate_ref, row, head):
     """`sigmoid(gate)` of a row's heads, rounded to the gate's dtype, as float32."""
     geometry = plan.geometry
     token_stride, head_stride = plan.gate_strides
     token, group = _divide(row, geometry.groups)
     column = (group * geometry.heads + head) * head_stride
-    gate = plt.load(gate_ref.at[_row_of(token, token_stride), column], mask=mask, other=0)
-    sigmoid = _divide_exactly(plan, 1.0, 1.0 + jnp.exp(-gate.astype(jnp.float32)))
+    at = gate_ref.at[_line(token, token_stride), column]
+    gate = plt.load(at, mask=head < geometry.heads, other=0)
+    sigmoid = _reciprocal(plan, 1.0 + jnp.exp(-gate.astype(jnp.float32)))
     return sigmoid.astype(gate_ref.dtype).astype(jnp.float32)
 
 
@@ -401,15 +315,14 @@ def _finish(plan: Plan, refs, row, active, head, dims, attention):
     result = attention.astype(dtype)
     mask = jnp.broadcast_to(head < plan.geometry.heads, attention.shape)
     if plan.geometry.gate_dtype is not None:
-        gate_mask = None if jnp.ndim(head) == 0 else head < plan.geometry.heads
-        gate = _gate(plan, refs["gate"], row, head, gate_mask)
+        gate = _gate(plan, refs["gate"], row, head)
         result = (result.astype(jnp.float32) * gate).astype(dtype)
     if plan.clear_inactive:
         result = jnp.where(active, result, jnp.zeros_like(result))
     else:
         mask = mask & active
     row_stride, head_stride = plan.output_strides
-    at = refs["output"].at[_row_of(row, row_stride), head * head_stride + dims]
+    at = refs["output"].at[_line(row, row_stride), head * head_stride + dims]
     plt.store(at, result, mask=mask)
 
 
@@ -420,14 +333,14 @@ def _wait(plan: Plan, row: jax.Array) -> jax.Array:
     """`row`, known only once the preceding kernel has finished, so that every load comes after it."""
     if not plan.dependent_launch:
         return row
-    (row,) = plt.elementwise_inline_asm(
+    (known,) = plt.elementwise_inline_asm(
         "griddepcontrol.wait; mov.b32 $0, $1;",
-        args=[row],
+        args=[jnp.full((1,), row)],
         constraints="=r,r",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(row.shape, row.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), row.dtype)],
     )
-    return row
+    return jnp.max(known)
 
 
 def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -435,23 +348,19 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
     Args:
         plan: What is static.
-        buffers: Dense arrays by name: `query` `[rows, row stride]`; `cache` `[pages, page stride]`,
-            uint16 where `plan.words`; `regions` `[rows, row stride]` and `positions` `[rows]`, int32,
-            twice as wide for int64; `block_table` `[requests, row stride]` int32; `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8 cache; `gate` `[tokens, token stride]`
-            where there is one; `offset` `[1]` int32 where `plan.offset_unit`; `output`
-            `[rows, row stride]` where one is written in place.
+        buffers: Arrays by name. In the shapes of `plan.shapes`: `query`, `cache` (uint16 where
+            `plan.words`), `regions` and `block_table` (int32; int64 as pairs), and where there are such,
+            `gate` and an `output` that is written in place. `positions` `[rows]` int32 (int64 as pairs);
+            `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8 cache; `offset`
+            `[1]` int32 where `plan.offset_unit`.
 
     Returns:
-        `output` `[rows, row stride]`, and `lse` `[rows, heads]` float32 (natural logarithm) where
+        `output` in its shape of `plan.shapes`, and `lse` `[rows, heads]` float32 (natural logarithm) where
         `plan.return_lse`.
     """
     geometry, config = plan.geometry, plan.config
     rows, heads, splits = geometry.rows, geometry.heads, config.splits
-    results = {
-        "output": jax.ShapeDtypeStruct(
-            (rows, max(plan.output_strides[0], 1)), jnp.dtype(geometry.output_dtype)
-        )
-    }
+    results = {"output": jax.ShapeDtypeStruct(plan.shape("output"), geometry.output_dtype)}
     if plan.return_lse:
         results["lse"] = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
     finish = ["active", *(name for name in ("gate", "output") if name in buffers)]
@@ -470,7 +379,7 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return _launch(
         _combine_kernel,
         plan,
-        (rows, heads),
+        (rows, heads, HEAD_DIM // config.combine_width),
         [*scratch, *finish],
         buffers | partials,
         results,

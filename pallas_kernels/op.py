@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -12,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_decode.contract import CACHE_DIM, ArraySpec, Geometry, check_call
-from sparse_decode.pallas_kernels.config import Config, default_config
-from sparse_decode.pallas_kernels.kernels import Plan, attend
-
-ALIGNMENT = 16
+from sparse_decode.contract import CACHE_DIM, ArraySpec, check_call
+from sparse_decode.pallas_kernels.kernels import attend
+from sparse_decode.plan import Config, Plan, make_plan
 
 
 @jax.tree_util.register_dataclass
@@ -131,48 +128,36 @@ def sparse_decode_attention(
         splits=1 if splits is None else splits,
         clear_inactive=clear_inactive,
     )
-    config = config or default_config(geometry)
-    if splits is not None:
-        config = dataclasses.replace(config, splits=splits)
     if geometry.rows == 0:
         empty = jnp.zeros(query.shape, geometry.output_dtype)
         return (empty, jnp.zeros(query.shape[:2], jnp.float32)) if return_lse else empty
-
-    storage, cache_strides, offset, words = _cache_buffer(cache, geometry)
-    rows, heads, dim = query.shape
+    plan = make_plan(
+        geometry,
+        specs,
+        scale=scale,
+        clear_inactive=clear_inactive,
+        return_lse=return_lse,
+        config=config,
+        splits=splits,
+        cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
+    )
     buffers = {
-        "query": query.reshape(rows, -1),
-        "cache": storage,
+        "query": query.reshape(plan.shape("query")),
+        "cache": _cache_buffer(cache, plan),
         "regions": _pairs(regions),
-        "block_table": block_table,
+        "block_table": jnp.asarray(block_table),
         "positions": _pairs(positions),
-        "active": active,
+        "active": jnp.asarray(active),
     }
     if geometry.fp8:
         buffers |= {"k_scale": k_scale.reshape(1), "v_scale": v_scale.reshape(1)}
-    if offset is not None:
-        buffers["offset"] = offset
+    if isinstance(cache, PackedCache):
+        offset = jnp.asarray(cache.offset, jnp.int32)
+        buffers["offset"] = lax.div(offset, jnp.int32(cache.offset_unit)).reshape(1)
     if gate is not None:
-        buffers["gate"] = gate
+        buffers["gate"] = jnp.asarray(gate)
     if output is not None:
-        buffers["output"] = output.reshape(rows, -1)
-    plan = Plan(
-        geometry=dataclasses.replace(geometry, splits=config.splits),
-        config=config,
-        scale=float(scale),
-        clear_inactive=clear_inactive or output is None,
-        return_lse=return_lse,
-        words=words,
-        query_strides=(heads * dim, dim),
-        cache_strides=cache_strides,
-        regions_stride=geometry.slots,
-        wide_regions=regions.dtype == jnp.int64,
-        table_stride=geometry.max_pages,
-        wide_positions=positions.dtype == jnp.int64,
-        output_strides=(heads * dim, dim),
-        gate_strides=(geometry.groups * heads, 1),
-        offset_unit=0 if offset is None else _offset_unit(cache, words),
-    )
+        buffers["output"] = output.reshape(plan.shape("output"))
     results = lax.platform_dependent(
         buffers,
         cuda=functools.partial(attend, plan),
@@ -233,32 +218,11 @@ def _pairs(index: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(index, jnp.int32).reshape(*index.shape[:-1], -1)
 
 
-def _offset_unit(cache: PackedCache, words: bool) -> int:
-    return cache.offset_unit // 2 if words else cache.offset_unit
-
-
-def _cache_buffer(
-    cache: jax.Array | PackedCache, geometry: Geometry
-) -> tuple[jax.Array, tuple[int, int, int], jax.Array | None, bool]:
-    """The cache as `[pages, page stride]`, its strides, the offset operand, and whether in words."""
-    if isinstance(cache, PackedCache):
-        storage, offset = jnp.asarray(cache.storage), cache.offset
-        page, group, token, _ = cache.strides()
-        unit = cache.offset_unit
-        offset = (jnp.asarray(offset, jnp.int32) // unit).reshape(1)
-    else:
-        storage, offset, unit = jnp.asarray(cache).reshape(cache.shape[0], -1), None, 0
-        token = CACHE_DIM
-        group, page = geometry.page_size * token, storage.shape[1]
-    words = geometry.fp8 and not any(number % 2 for number in (page, group, token, unit))
-    if not words:
-        if geometry.fp8:
-            if math.prod(storage.shape) > 2**31:
-                raise NotImplementedError(
-                    "cache: FP8 in odd strides is implemented up to 2 GiB, "
-                    f"got {math.prod(storage.shape)} bytes"
-                )
-            storage = lax.bitcast_convert_type(storage, jnp.float8_e4m3fn)
-        return storage, (page, group, token), offset, False
-    storage = lax.bitcast_convert_type(storage.reshape(storage.shape[0], -1, 2), jnp.uint16)
-    return storage, (page // 2, group // 2, token // 2), offset, True
+def _cache_buffer(cache: jax.Array | PackedCache, plan: Plan) -> jax.Array:
+    """The cache in the shape and dtype in which the kernels read it; no data moves."""
+    storage = jnp.asarray(cache.storage if isinstance(cache, PackedCache) else cache)
+    if plan.words:
+        storage = lax.bitcast_convert_type(storage.reshape(*plan.shape("cache"), 2), jnp.uint16)
+    elif plan.geometry.fp8:
+        storage = lax.bitcast_convert_type(storage, jnp.float8_e4m3fn)
+    return storage.reshape(plan.shape("cache"))

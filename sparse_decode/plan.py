@@ -1,0 +1,251 @@
+"""How a checked call is launched: settings, strides and buffers, as plain numbers.
+
+The Pallas kernels address everything through dense two-dimensional buffers, `[lines, line stride]`,
+with the strides inside a line as static numbers. `make_plan` works these out from the arrays of a
+call, for JAX arrays and PyTorch tensors alike, and without either framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sparse_decode.contract import (
+    CACHE_DIM,
+    HEAD_DIM,
+    MAX_SPLITS,
+    REGION_TOKENS,
+    ArraySpec,
+    Geometry,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the split and combine kernels are launched.
+
+    Attributes:
+        splits: Programs that share a row's live slots, 1 to 256.
+        tile: Tokens a program loads at a time: 16, 32, 64 or 128.
+        warps: Warps of a split program: 1, 2, 4 or 8.
+        stages: Software pipeline depth of the split loop, 1 to 8.
+        combine_warps: Warps of a combine program: 1, 2, 4 or 8.
+        combine_width: Dims that a combine program merges: 64 or 192.
+
+    Raises:
+        TypeError: A setting is no integer.
+        ValueError: A setting is out of range.
+    """
+
+    splits: int
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    combine_warps: int = 4
+    combine_width: int = 192
+
+    def __post_init__(self) -> None:
+        for name, legal in _LEGAL.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"config.{name}: expected an integer, got {type(value).__name__}")
+            if value not in legal:
+                expected = f"{legal[0]} to {legal[-1]}" if isinstance(legal, range) else f"{legal}"
+                raise ValueError(f"config.{name}: expected {expected}, got {value}")
+
+    @property
+    def tile_regions(self) -> int:
+        """Regions a program loads at a time."""
+        return self.tile // REGION_TOKENS
+
+
+_LEGAL = {
+    "splits": range(1, MAX_SPLITS + 1),
+    "tile": (16, 32, 64, 128),
+    "warps": (1, 2, 4, 8),
+    "stages": range(1, 9),
+    "combine_warps": (1, 2, 4, 8),
+    "combine_width": (64, 192),
+}
+
+
+def default_config(geometry: Geometry) -> Config:
+    """Settings for a call's sizes, as a sweep on an H200 found them.
+
+    About 512 programs fill its 132 multiprocessors once. Where fewer can be had, each takes four warps
+    to be done sooner.
+    """
+    tiles = -(-geometry.slots * REGION_TOKENS // 64)
+    splits = 1
+    while splits < min(128, tiles) and 2 * splits * geometry.rows <= 512:
+        splits *= 2
+    combine = {"combine_warps": 4, "combine_width": 64}
+    if splits * geometry.rows <= 256:
+        return Config(splits=splits, tile=64, warps=4, stages=3, **combine)
+    return Config(splits=splits, tile=64 if geometry.fp8 else 32, warps=2, stages=6, **combine)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch of the Pallas kernels.
+
+    Strides count elements of the buffer they belong to; where `words`, those of the cache count words.
+
+    Attributes:
+        geometry: Sizes of the call; the splits of `config` hold.
+        config: Launch settings.
+        scale: Multiplies q.k.
+        clear_inactive: Zero inactive rows; otherwise leave them as they are in `output`.
+        return_lse: Whether natural-log lse is computed.
+        words: Whether the cache is read as 16-bit words of two FP8 elements.
+        query_strides: (row, head).
+        cache_strides: (page, group, token).
+        regions_stride: Row stride, in elements of the index dtype.
+        wide_regions: Whether `regions` is int64, seen as pairs of int32.
+        table_stride: Row stride of `block_table`.
+        wide_positions: Whether `positions` is int64, seen as pairs of int32.
+        output_strides: (row, head).
+        gate_strides: (token, head); (0, 0) without a gate.
+        shapes: Shape of each buffer that is laid out in lines, by name.
+        offset_unit: The first page begins `offset * offset_unit` elements into the buffer, with
+            `offset` an operand; 0 if there is no such operand.
+        dependent_launch: Wait for the preceding kernel inside this one (sm_90 and newer).
+        interpret: Run in Pallas' interpreter.
+    """
+
+    geometry: Geometry
+    config: Config
+    scale: float
+    clear_inactive: bool
+    return_lse: bool
+    words: bool
+    query_strides: tuple[int, int]
+    cache_strides: tuple[int, int, int]
+    regions_stride: int
+    wide_regions: bool
+    table_stride: int
+    wide_positions: bool
+    output_strides: tuple[int, int]
+    gate_strides: tuple[int, int]
+    shapes: tuple[tuple[str, tuple[int, int]], ...]
+    offset_unit: int = 0
+    dependent_launch: bool = False
+    interpret: bool = False
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Shape of a buffer that is laid out in lines."""
+        return dict(self.shapes)[name]
+
+    @property
+    def operand(self) -> str:
+        """Dtype of the operands of the products."""
+        return "float16" if self.geometry.fp8 else self.geometry.cache_dtype
+
+    @property
+    def padded_heads(self) -> int:
+        """Heads, padded to what the tensor core's shape asks for."""
+        return 8 if self.geometry.heads <= 8 else 16
+
+    @property
+    def line(self) -> int:
+        """Buffer elements that hold the 192 dims of one key or value."""
+        return HEAD_DIM // 2 if self.words else HEAD_DIM
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(begin, width) of the power-of-two pieces that make up a line."""
+        third = self.line // 3
+        return tuple((begin, third) for begin in range(0, self.line, third))
+
+
+def make_plan(
+    geometry: Geometry,
+    specs: Mapping[str, ArraySpec],
+    *,
+    scale: float,
+    clear_inactive: bool,
+    return_lse: bool = False,
+    config: Config | None = None,
+    splits: int | None = None,
+    cache_unit: int = 0,
+    cache_is_even: bool = True,
+) -> Plan:
+    """Works out how a checked call is launched.
+
+    Args:
+        geometry: From `contract.check_call`.
+        specs: The arrays of the call by name; without `output`, a dense new one is made.
+        scale: As in the call.
+        clear_inactive: As in the call.
+        return_lse: Whether natural-log lse is wanted.
+        config: Launch settings; None takes `default_config`.
+        splits: Overrides the splits of `config` if not None.
+        cache_unit: Elements that every cache offset is a multiple of, where there is an offset operand.
+        cache_is_even: Whether the cache begins at an even address.
+
+    Raises:
+        NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB.
+    """
+    config = config or default_config(geometry)
+    if splits is not None:
+        config = replace(config, splits=splits)
+    output = specs.get("output") or ArraySpec(
+        (geometry.rows, geometry.heads, HEAD_DIM), geometry.output_dtype
+    )
+    lines = {**specs, "output": output}
+    shapes = {
+        name: _lines(lines[name])
+        for name in ("query", "cache", "regions", "block_table", "gate", "output")
+        if name in lines
+    }
+    cache_strides = (
+        shapes["cache"][1] if specs["cache"].stride(0) else 0,
+        specs["cache"].stride(1) if geometry.groups > 1 else 0,
+        specs["cache"].stride(2),
+    )
+    numbers = (*cache_strides, shapes["cache"][1], cache_unit)
+    words = geometry.fp8 and cache_is_even and not any(number % 2 for number in numbers)
+    if words:
+        shapes["cache"] = (shapes["cache"][0], shapes["cache"][1] // 2)
+        cache_strides = tuple(stride // 2 for stride in cache_strides)
+        cache_unit //= 2
+    elif geometry.fp8 and shapes["cache"][0] * shapes["cache"][1] > 2**31:
+        raise NotImplementedError(
+            "cache: FP8 at odd strides or an odd address is implemented up to 2 GiB, "
+            f"got a span of {shapes['cache'][0] * shapes['cache'][1]} bytes"
+        )
+    wide_regions = specs["regions"].dtype == "int64"
+    if wide_regions:
+        shapes["regions"] = (shapes["regions"][0], 2 * shapes["regions"][1])
+    return Plan(
+        geometry=replace(geometry, splits=config.splits),
+        config=config,
+        scale=float(scale),
+        clear_inactive=clear_inactive or "output" not in specs,
+        return_lse=return_lse,
+        words=words,
+        query_strides=(specs["query"].stride(0), specs["query"].stride(1)),
+        cache_strides=cache_strides,
+        regions_stride=specs["regions"].stride(0),
+        wide_regions=wide_regions,
+        table_stride=specs["block_table"].stride(0),
+        wide_positions=specs["positions"].dtype == "int64",
+        output_strides=(output.stride(0), output.stride(1)),
+        gate_strides=(specs["gate"].stride(0), specs["gate"].stride(1))
+        if "gate" in specs
+        else (0, 0),
+        shapes=tuple(shapes.items()),
+        offset_unit=cache_unit,
+    )
+
+
+def _lines(spec: ArraySpec) -> tuple[int, int]:
+    """A two-dimensional dense shape, lines of the first stride, that spans the array."""
+    strides = [spec.stride(dim) for dim in range(len(spec.shape))]
+    inside = 1 + sum(
+        (extent - 1) * stride for extent, stride in zip(spec.shape[1:], strides[1:], strict=True)
+    )
+    if spec.shape[0] == 1 or strides[0] == 0:
+        return 1, inside
+    span = inside + (spec.shape[0] - 1) * strides[0]
+    return -(-span // strides[0]), strides[0]

@@ -1,0 +1,63 @@
+"""Where the tests run: natively where a CUDA GPU is visible, through both interpreters elsewhere.
+
+The choice must stand in the environment before a framework is imported, hence here and through
+the driver alone. ``CUDA_VISIBLE_DEVICES=`` hides a GPU; ``SPARSE_DECODE_GPU_TESTS=1`` demands one,
+so that a run meant for the GPU cannot pass by skipping everything.
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _gpu_is_visible() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        and count.value > 0
+    )
+
+
+# Tests see the installed packages, never the folders that happen to lie beside them.
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
+GPU = _gpu_is_visible()
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+if not GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = "1"
+
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    # The first example of a test may compile a kernel.
+    hypothesis.settings.register_profile("compiling", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("compiling")
+
+
+def pytest_configure() -> None:
+    if os.environ.get("SPARSE_DECODE_GPU_TESTS") == "1" and not GPU:
+        raise pytest.UsageError("SPARSE_DECODE_GPU_TESTS=1, but no CUDA GPU is visible")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if GPU:
+        return
+    skip = pytest.mark.skip(reason="no CUDA GPU is visible")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
