@@ -8,16 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_decode.bridge.dlpack import ZeroCopyError, packed_to_jax, to_jax, to_torch
+    from sparse_decode.bridge.jax_route import triton_sparse_decode_attention
+    from sparse_decode.bridge.op import (
+        Explanation,
+        explain_route,
+        sparse_decode_attention,
+        warmup,
+    )
 
 # Public name -> submodule that defines it.
 _EXPORTS = {
+    "Explanation": "op",
     "ZeroCopyError": "dlpack",
+    "explain_route": "op",
     "packed_to_jax": "dlpack",
+    "sparse_decode_attention": "op",
     "to_jax": "dlpack",
     "to_torch": "dlpack",
+    "triton_sparse_decode_attention": "jax_route",
+    "warmup": "op",
 }
 
-__all__ = ["ZeroCopyError", "packed_to_jax", "to_jax", "to_torch"]
+__all__ = [  # noqa: F822 - resolved by __getattr__
+    "Explanation",
+    "ZeroCopyError",
+    "explain_route",
+    "packed_to_jax",
+    "sparse_decode_attention",
+    "to_jax",
+    "to_torch",
+    "triton_sparse_decode_attention",
+    "warmup",
+]
 
 
 def __getattr__(name: str) -> Any:

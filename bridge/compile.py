@@ -100,6 +100,7 @@ class Request:
             :class:`~sparse_decode.bridge.lowering.Buffer`.
         arch: Compute capability times ten.
         launch_pdl: Compile for programmatic dependent launch.
+        alignments: As for :func:`~sparse_decode.bridge.lowering.lower`.
     """
 
     make: Callable[[], Callable[..., Any]]
@@ -107,6 +108,7 @@ class Request:
     specs: tuple[Spec, ...]
     arch: int
     launch_pdl: bool = False
+    alignments: tuple[int, ...] = ()
 
     def digest(self) -> str:
         """Hash of everything that the executable depends on."""
@@ -115,6 +117,7 @@ class Request:
             [(list(spec.shape), str(spec.dtype)) for spec in self.specs],
             self.arch,
             self.launch_pdl,
+            self.alignments,
             _versions(),
             sorted(
                 (name, value)
@@ -151,7 +154,9 @@ def build(requests: Sequence[Request], *, processes: int | None = None) -> list[
         path: request for path, request in zip(paths, requests, strict=True) if found[path] is None
     }
     programs = {
-        path: lowering.lower(request.make(), *request.specs, arch=request.arch)
+        path: lowering.lower(
+            request.make(), *request.specs, arch=request.arch, alignments=request.alignments
+        )
         for path, request in missing.items()
     }
     jobs = [

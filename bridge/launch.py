@@ -123,13 +123,25 @@ class DirectProgram:
             NotImplementedError: As in a call.
             RuntimeError: As in a call.
         """
-        index = tensors[0].get_device()
+        addresses = [*map(_ADDRESS, tensors)]
+        if not self.accepts(addresses):
+            self._refuse_address(addresses)
+        self.launch_at(tensors[0].get_device(), addresses)
+
+    def accepts(self, addresses: Sequence[int]) -> bool:
+        """Whether all addresses, in the order of `launch`, are aligned as the kernels assume."""
+        return not any(map(operator.and_, addresses, self._masks))
+
+    def launch_at(self, index: int, addresses: list[int]) -> None:
+        """As :meth:`launch`, for addresses that have been checked.
+
+        Args:
+            index: Index of the CUDA device.
+            addresses: Of ``inputs`` and ``results``. The list is used up.
+        """
         plan = self._plans.get(index)
         if plan is None:
             plan = self._load(index)
-        addresses = [*map(_ADDRESS, tensors)]
-        if any(map(operator.and_, addresses, self._masks)):
-            self._refuse_address(addresses)
         if torch.cuda.current_device() == index:
             plan.launch(addresses)
         else:

@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -177,7 +178,9 @@ def tupled(value: Any) -> Any:
     return tuple(map(tupled, value)) if isinstance(value, list) else value
 
 
-def lower(fn: Callable[..., Any], *specs: Spec, arch: int) -> Program:
+def lower(
+    fn: Callable[..., Any], *specs: Spec, arch: int, alignments: Sequence[int] = ()
+) -> Program:
     """Lowers a function made only of Pallas-Triton calls, and of reshapes between them.
 
     Neither a GPU nor a JAX with GPU support is needed, and no JAX backend is initialised. 64-bit
@@ -187,6 +190,8 @@ def lower(fn: Callable[..., Any], *specs: Spec, arch: int) -> Program:
         fn: The function, jitted or not, of arrays alone. It returns an array or a tree of them.
         *specs: Shape and dtype of each argument.
         arch: Compute capability times ten: 80 (A100), 86, 89, 90 (H100, H200) or 100 (B200).
+        alignments: For each argument, what its address is sure to be a multiple of, in bytes; by
+            default what JAX promises its kernels.
 
     Returns:
         The program. Its outputs are the leaves of the function's result.

@@ -360,7 +360,7 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """
     geometry, config = plan.geometry, plan.config
     rows, heads, splits = geometry.rows, geometry.heads, config.splits
-    results = {"output": jax.ShapeDtypeStruct(plan.shape("output"), geometry.output_dtype)}
+    results = {"output": jax.ShapeDtypeStruct(plan.buffer("output")[1], geometry.output_dtype)}
     if plan.return_lse:
         results["lse"] = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
     finish = ["active", *(name for name in ("gate", "output") if name in buffers)]

@@ -142,7 +142,7 @@ def sparse_decode_attention(
         cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
     )
     buffers = {
-        "query": query.reshape(plan.shape("query")),
+        "query": query.reshape(plan.buffer("query")[1]),
         "cache": _cache_buffer(cache, plan),
         "regions": _pairs(regions),
         "block_table": jnp.asarray(block_table),
@@ -157,7 +157,7 @@ def sparse_decode_attention(
     if gate is not None:
         buffers["gate"] = jnp.asarray(gate)
     if output is not None:
-        buffers["output"] = output.reshape(plan.shape("output"))
+        buffers["output"] = output.reshape(plan.buffer("output")[1])
     results = lax.platform_dependent(
         buffers,
         cuda=functools.partial(attend, plan),
@@ -222,7 +222,7 @@ def _cache_buffer(cache: jax.Array | PackedCache, plan: Plan) -> jax.Array:
     """The cache in the shape and dtype in which the kernels read it; no data moves."""
     storage = jnp.asarray(cache.storage if isinstance(cache, PackedCache) else cache)
     if plan.words:
-        storage = lax.bitcast_convert_type(storage.reshape(*plan.shape("cache"), 2), jnp.uint16)
+        storage = lax.bitcast_convert_type(storage.reshape(*plan.buffer("cache")[1], 2), jnp.uint16)
     elif plan.geometry.fp8:
         storage = lax.bitcast_convert_type(storage, jnp.float8_e4m3fn)
-    return storage.reshape(plan.shape("cache"))
+    return storage.reshape(plan.buffer("cache")[1])

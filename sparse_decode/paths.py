@@ -5,9 +5,11 @@ Nothing here imports a framework before it is asked to.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -108,10 +110,12 @@ def torch_device() -> str:
     return "cuda" if _torch_status().mode == "native" else "cpu"
 
 
-def _run_pallas(call: Call) -> Outcome:
+@contextlib.contextmanager
+def _jax_arrays(call: Call) -> Iterator[dict[str, Any]]:
+    """A call's arrays in JAX; a cache that is not dense as a `PackedCache`."""
     import jax
 
-    from sparse_decode.pallas_kernels import PackedCache, sparse_decode_attention
+    from sparse_decode.pallas_kernels import PackedCache
 
     wide = "int64" in (call.regions.dtype.name, call.positions.dtype.name)
     with jax.enable_x64(wide):
@@ -128,30 +132,97 @@ def _run_pallas(call: Call) -> Outcome:
                 group_stride=group,
                 token_stride=token,
             )
-        attend = jax.jit(
-            lambda arrays: sparse_decode_attention(**arrays, **call.options(), return_lse=True)
-        )
+        yield arrays
+
+
+def _run_pallas(call: Call) -> Outcome:
+    import jax
+
+    from sparse_decode.pallas_kernels import sparse_decode_attention
+
+    attend = jax.jit(
+        lambda arrays: sparse_decode_attention(**arrays, **call.options(), return_lse=True)
+    )
+    with _jax_arrays(call) as arrays:
         output, lse = attend(arrays)
         return Outcome(np.asarray(output), np.asarray(lse), call.output)
 
 
-def _run_triton(call: Call) -> Outcome:
+def _both_status() -> Status:
+    pallas, torch = _jax_status(), _torch_status()
+    for status in (torch, pallas):
+        if not status.mode:
+            return status
+    if "native" not in (pallas.mode, torch.mode):
+        return pallas
+    if pallas.mode != torch.mode:
+        return Status(None, f"one framework runs natively, the other not: {pallas}, {torch}")
+    return torch
+
+
+def _direct_status() -> Status:
+    torch = _torch_status()
+    if missing := _missing("jax", "torch", "triton"):
+        return Status(None, missing)
+    if torch.mode != "native":
+        return Status(None, "no CUDA GPU is visible; the kernels are launched without an interpreter")
+    return torch
+
+
+def _tensors(call: Call) -> dict[str, Any]:
+    """A call's arrays on the device of the PyTorch paths, with an output buffer."""
     from sparse_decode import torch_arrays
-    from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
 
     device = torch_device()
     tensors = {name: torch_arrays.from_numpy(a, device) for name, a in call.arrays().items()}
-    options = call.options()
-    if options["splits"] is None:
-        options["splits"] = sparse_decode_splits(len(call.query))
     if call.output is None:
         tensors["output"] = tensors["query"].new_full(call.query.shape, float("nan"))
+    return tensors
+
+
+def _in_place(call: Call, run: Callable[..., None], **options: object) -> Outcome:
+    """Runs a function that writes into `output`."""
+    from sparse_decode import torch_arrays
+
+    tensors = _tensors(call)
     before = torch_arrays.to_numpy(tensors["output"])
-    sparse_decode_attention(**tensors, **options)
+    run(**tensors, **{**call.options(), **options})
     return Outcome(torch_arrays.to_numpy(tensors["output"]), None, before)
+
+
+def _run_triton(call: Call) -> Outcome:
+    from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
+
+    splits = sparse_decode_splits(len(call.query)) if call.splits is None else call.splits
+    return _in_place(call, sparse_decode_attention, splits=splits)
+
+
+def _run_direct(call: Call) -> Outcome:
+    from sparse_decode.bridge import sparse_decode_attention
+
+    return _in_place(call, sparse_decode_attention, route="direct")
+
+
+def _run_dlpack(call: Call) -> Outcome:
+    from sparse_decode.bridge import sparse_decode_attention
+
+    return _in_place(call, sparse_decode_attention, route="dlpack")
+
+
+def _run_triton_on_jax(call: Call) -> Outcome:
+    from sparse_decode.bridge import triton_sparse_decode_attention
+
+    options = {name: value for name, value in call.options().items() if name != "clear_inactive"}
+    with _jax_arrays(call) as arrays:
+        arrays.pop("output", None)
+        output = triton_sparse_decode_attention(**arrays, **options)
+        return Outcome(np.asarray(output), None, None)
 
 
 PATHS = (
     Path("pallas", "Pallas kernels in JAX", _jax_status, _run_pallas),
     Path("triton", "Triton kernels in PyTorch", _torch_status, _run_triton),
+    Path("direct", "Pallas kernels on PyTorch's stream", _direct_status, _run_direct),
+    Path("dlpack", "Pallas kernels in JAX, PyTorch's tensors", _both_status, _run_dlpack),
+    Path("triton-on-jax", "Triton kernels, JAX's arrays", _both_status, _run_triton_on_jax),
 )

@@ -132,9 +132,27 @@ class Plan:
     dependent_launch: bool = False
     interpret: bool = False
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """Shape of a buffer that is laid out in lines."""
-        return dict(self.shapes)[name]
+    def buffer(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape in which the kernels see an array."""
+        geometry = self.geometry
+        dtypes = {
+            "query": geometry.query_dtype,
+            "cache": "uint16" if self.words else geometry.cache_dtype,
+            "gate": geometry.gate_dtype,
+            "output": geometry.output_dtype,
+            "active": "bool",
+            "k_scale": "float32",
+            "v_scale": "float32",
+        }
+        shapes = {
+            **dict(self.shapes),
+            "positions": (geometry.rows * (2 if self.wide_positions else 1),),
+            "active": (geometry.rows,),
+            "k_scale": (1,),
+            "v_scale": (1,),
+            "offset": (1,),
+        }
+        return dtypes.get(name) or "int32", shapes[name]
 
     @property
     def operand(self) -> str:

@@ -23,6 +23,10 @@ from sparse_decode.pallas_kernels import (  # noqa: E402
 from sparse_decode.paths import PATHS  # noqa: E402
 from sparse_decode.tolerance import judge, limits  # noqa: E402
 
+if jax.default_backend() == "cpu":
+    # Nearly all the time of these tests is compilation of interpreted kernels that run once.
+    jax.config.update("jax_disable_most_optimizations", True)
+
 [PALLAS] = [path for path in PATHS if path.name == "pallas"]
 CASE = {case.name: case for case in CASES}
 CAPTURES = sorted(Path(__file__).with_name("captures").glob("*.safetensors"))
@@ -122,22 +126,20 @@ def test_recorded_call(path):
 def test_two_runs_are_bit_equal(name):
     call = narrow(build(CASE[name]))
     function, arrays = jitted(call), arguments(call)
-    assert_same_bits(function(arrays), function(arrays))
-    again = jitted(call)
-    assert again is not function
-    assert_same_bits(function(arrays), again(arrays))
+    first = [np.array(array) for array in function(arrays)]
+    assert_same_bits(first, function(arrays))
 
 
-@pytest.mark.parametrize("name", ["fp8_output_fp16", "fp16"])
-def test_splits_agree(name):
+@pytest.mark.parametrize(("name", "others"), [("fp8_output_fp16", (2, 3, 32, 256)), ("fp16", (3,))])
+def test_splits_agree(name, others):
     """Up to float32 rounding, and that of the 16-bit probabilities, which have another pivot.
 
-    lse: 8 float32 roundings of its size. Output: one rounding of each probability to 16 bits and one
-    of the output, for each of the two results that are compared.
+    lse: 8 float32 roundings of its size. Output: one rounding of each probability to 16 bits and
+    one of the output, for each of the two results that are compared.
     """
     call = narrow(build(CASE[name]))
     reference = evaluate(call)
-    results = {splits: run(call, splits=splits) for splits in (1, 2, 3, 32, 256)}
+    results = {splits: run(call, splits=splits) for splits in (1, *others)}
     size = np.abs(reference.exact).max(axis=2) + reference.value_size
     roundoff = float(np.finfo(np.float16).eps) / 2
     for output, lse in results.values():
@@ -146,7 +148,6 @@ def test_splits_agree(name):
         np.testing.assert_array_less(
             np.abs(lse - results[1][1]), 8 * FLOAT32_EPS * (1 + np.abs(reference.lse))
         )
-    assert_same_bits(results[32], run(call, config=Config(splits=32)))
 
 
 def some_requests(call, requests):
@@ -167,15 +168,15 @@ def some_requests(call, requests):
 @pytest.mark.parametrize("name", ["fp8_inactive", "uint8_verify4_groups2", "bf16_outside"])
 def test_the_batch_around_a_row_does_not_matter(name):
     call = build(CASE[name])
-    call = dataclasses.replace(call, **narrow(call).arrays(), output=None)
+    call = dataclasses.replace(narrow(call), output=None)
     requests = len(call.block_table)
-    whole = run(call)
-    alone = jitted(call)
+    batch, alone = jitted(call), jitted(call)
+    whole = [np.array(array) for array in batch(arguments(call))]
     for request in range(requests):
         part, rows = some_requests(call, [request])
         assert_same_bits(alone(arguments(part)), [array[rows] for array in whole])
     part, rows = some_requests(call, range(requests)[::-1])
-    assert_same_bits(run(part), [array[rows] for array in whole])
+    assert_same_bits(batch(arguments(part)), [array[rows] for array in whole])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,8 @@ def test_one_compiled_function_for_all_layers(stored):
     layers = {}
     for layer in (2, 0, 1):
         at = 16 + 64 * layer + size * layer
-        mixed = call.cache[..., rng.permutation(192).tolist() + list(range(192, 384))]
+        columns = [*rng.permutation(192), *range(192, 384)]
+        mixed = np.ascontiguousarray(call.cache[..., columns])
         storage[:, at : at + size] = mixed.reshape(pages, size)
         layers[at] = dataclasses.replace(call, cache=mixed)
     traces = []
@@ -317,7 +319,6 @@ def test_64_bit_jax():
         results = jitted(call)(arrays)
         assert results[1].dtype == jnp.float32
         assert_same_bits(results, narrowed)
-        assert_same_bits(jitted(call)(arguments(narrow(call))), narrowed)
 
 
 def test_positions_beyond_32_bits():
@@ -357,7 +358,7 @@ def test_no_rows():
 
 
 def test_inside_a_loop():
-    """As a model would: several layers in a scan over offsets, the output of one feeding the next."""
+    """As in a model: a scan over the offsets of layers, the output of one feeding the next."""
     call = narrow(build(CASE["fp16"]))
     pages, _, page_size, dim = call.cache.shape
     storage = np.concatenate([call.cache.reshape(pages, -1)] * 2, axis=1)
@@ -391,40 +392,20 @@ def structs(call):
 @pytest.mark.parametrize("name", ["fp8_packed", "bf16_split1_gate", "fp8_inactive_kept"])
 def test_one_function_lowers_for_cuda_and_for_cpu(name):
     call = narrow(build(CASE[name]))
-    traced = jitted(call)
+    function, specs = jitted(call), structs(call)
     kernels = 1 if call.splits == 1 else 2
     with lowering._Jax.find().targeting(90):
-        cuda, cpu, both = (
-            traced.trace(structs(call)).lower(lowering_platforms=platforms).as_text()
-            for platforms in (("cuda",), ("cpu",), ("cuda", "cpu"))
+        cuda, cpu = (
+            function.trace(specs).lower(lowering_platforms=(platform,)).as_text()
+            for platform in ("cuda", "cpu")
         )
-    target = "@__gpu$xla.gpu.triton"
-    assert cuda.count(target) == both.count(target) == kernels
+    assert cuda.count("@__gpu$xla.gpu.triton") == kernels
     assert "sparse_decode_split" in cuda
     assert ("sparse_decode_combine" in cuda) == (kernels == 2)
-    assert target not in cpu
+    assert "custom_call" not in cpu
     assert "stablehlo.while" in cpu
     assert "stablehlo.while" not in cuda
-    assert "custom_call" not in cpu
-
-
-def test_lowering_names_grid_and_aliases():
-    call = narrow(build(CASE["fp8_inactive_kept"]))
-    names = [name for name in call.arrays() if name != "output"]
-    specs = structs(call)
-
-    def attend(output, *arrays):
-        named = dict(zip(names, arrays, strict=True))
-        return sparse_decode_attention(**named, output=output, **call.options())
-
-    ordered = [specs["output"], *(specs[name] for name in names)]
-    program = lowering.lower(attend, *ordered, arch=90)
-    split, combine = program.calls
-    assert split.name == "sparse_decode_split"
-    assert split.grid == (3, 4, 1)
-    assert combine.name == "sparse_decode_combine"
-    assert combine.grid[:2] == (3, 8)
-    assert program.outputs == (0,), "the output is written in place"
+    assert cuda.count("operand_index") == 1, "the last kernel writes into the buffer it is given"
 
 
 # --- large caches

@@ -1,0 +1,96 @@
+"""Both Pallas kernels, compiled ahead of time for each architecture; no GPU is needed."""
+
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("triton")
+
+from sparse_decode.bridge import compile as compiling  # noqa: E402
+from sparse_decode.bridge.lowering import lower  # noqa: E402
+from sparse_decode.contract import ArraySpec, check_call  # noqa: E402
+from sparse_decode.pallas_kernels.kernels import attend  # noqa: E402
+from sparse_decode.plan import make_plan  # noqa: E402
+
+ROWS, SLOTS, PAGES, PAGE_SIZE, MAX_PAGES = 64, 513, 4096, 64, 1024
+
+# Bytes of shared memory a program, static and dynamic. Measured with jax 0.10.2 and triton 3.9.0:
+# split 20480 (sm_80) to 25088 (heads 16) for 16 bits, 22016 to 26112 for FP8; combine 1024 to 2048.
+# The bounds leave seven split programs to a multiprocessor of 227 KiB.
+SPLIT_SHARED, COMBINE_SHARED = 32768, 4096
+
+# arch, cache, heads, splits, dtype of the indices
+CALLS = [
+    *((80, cache, 8, splits, "int32") for cache in ("bfloat16", "float16") for splits in (1, 4)),
+    *(
+        (arch, cache, 8, splits, "int32")
+        for arch in (90, 100)
+        for cache in ("bfloat16", "float16", "float8_e4m3fn")
+        for splits in (1, 4)
+    ),
+    (90, "bfloat16", 1, 4, "int64"),
+    (90, "bfloat16", 16, 1, "int32"),
+    (90, "float8_e4m3fn", 1, 4, "int64"),
+    pytest.param(
+        *(90, "float8_e4m3fn", 16, 4, "int64"),
+        marks=pytest.mark.xfail(reason="more than 8 heads spill 72 bytes at 4 warps and tile 64"),
+    ),
+]
+
+
+def program_of(arch, cache, heads, splits, index):
+    """The lowered kernels of a typical call, as a launcher without JAX's runtime takes them."""
+    fp8 = cache == "float8_e4m3fn"
+    query = "bfloat16" if fp8 else cache
+    specs = {
+        "query": ArraySpec((ROWS, heads, 192), query),
+        "cache": ArraySpec((PAGES, 1, PAGE_SIZE, 384), cache),
+        "regions": ArraySpec((ROWS, SLOTS), index),
+        "block_table": ArraySpec((ROWS, MAX_PAGES), "int32"),
+        "positions": ArraySpec((ROWS,), index),
+        "active": ArraySpec((ROWS,), "bool"),
+        "gate": ArraySpec((ROWS, heads), "bfloat16"),
+    }
+    if fp8:
+        specs |= {name: ArraySpec((1,), "float32") for name in ("k_scale", "v_scale")}
+    options = {"scale": 192**-0.5, "clear_inactive": True}
+    geometry = check_call(**specs, **options, splits=splits)
+    plan = make_plan(geometry, specs, **options, splits=splits, return_lse=True)
+    lines = dict(plan.shapes)
+
+    def buffer(name):
+        shape, dtype = lines.get(name, specs[name].shape), specs[name].dtype
+        if name == "cache" and plan.words:
+            dtype = "uint16"
+        if name == "positions" and index == "int64":
+            shape = (2 * ROWS,)
+        return jax.ShapeDtypeStruct(shape, "int32" if dtype == "int64" else dtype)
+
+    def function(*arrays):
+        return attend(plan, dict(zip(specs, arrays, strict=True)))
+
+    return lower(function, *map(buffer, specs), arch=arch)
+
+
+@pytest.mark.parametrize(("arch", "cache", "heads", "splits", "index"), CALLS)
+def test_kernels_compile_without_spills(arch, cache, heads, splits, index):
+    program = program_of(arch, cache, heads, splits, index)
+    split, *combine = program.calls
+    assert split.name == "sparse_decode_split"
+    assert split.grid == (ROWS, splits, 1)
+    assert [call.name for call in combine] == ["sparse_decode_combine"] * (splits > 1)
+    assert all(call.grid[:2] == (ROWS, heads) for call in combine)
+    assert ("cvt.rn.f16x2.e4m3x2" in split.ttir) == (cache == "float8_e4m3fn")
+    bounds = [SPLIT_SHARED, COMBINE_SHARED]
+    for call, bound in zip(program.calls, bounds, strict=False):
+        kernel = compiling.compile_kernel(call, arch)
+        taken = compiling.resources(kernel)
+        assert (taken.spilled, kernel.arch) == (0, arch)
+        assert taken.shared <= bound
+        assert taken.registers <= 255
+
+
+def test_fp8_needs_hardware_that_converts_it():
+    """Before sm_89 there is no such instruction, and the assembler is the first to say so."""
+    split, _ = program_of(80, "float8_e4m3fn", 8, 4, "int32").calls
+    with pytest.raises(Exception, match=r"e4m3x2|ptxas|sm_89"):
+        compiling.compile_kernel(split, 80)
