@@ -88,7 +88,7 @@ def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
         [views[name] for name in program.fresh], [views[name] for name in program.kept]
     )
     if unit:
-        arrays.append(_offset(offset // unit, call.device))
+        arrays.append(_offset(offset, call.device))
     result = program.function(*arrays)
     settle(result)
     if on_cpu:
@@ -103,17 +103,15 @@ def _jit(call: _Call, unit: int, shape: tuple[int, ...]) -> _Program:
     plan = call.plan
     if unit:
         cache = call.specs["cache"]
-        cache = cache._replace(strides=(shape[1], *cache.strides[1:]))
         plan = make_plan(
             plan.geometry,
-            {**call.specs, "cache": cache},
+            {**call.specs, "cache": cache._replace(strides=(shape[1], *cache.strides[1:]))},
             scale=plan.scale,
             clear_inactive=plan.clear_inactive,
             config=plan.config,
             cache_unit=unit,
+            cache_page=shape[1],
         )
-        storage = (shape[0], shape[1] // 2 if plan.words else shape[1])
-        plan = replace(plan, shapes=tuple({**dict(plan.shapes), "cache": storage}.items()))
     plan = replace(plan, interpret=call.device < 0)
     kept = tuple(name for name in call.names if name in _KEPT)
     fresh = tuple(name for name in call.names if name not in _KEPT)

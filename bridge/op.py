@@ -1,8 +1,9 @@
 """`sparse_decode_attention` for PyTorch: the Pallas kernels on torch tensors, by either route.
 
-The direct route launches the compiled kernels on torch's current stream; JAX only lowers them, once,
-and is not even imported where they are found on disk. The DLPack route lends the tensors to JAX and
-runs the kernels there. Both check a call by the same contract and launch it by the same plan.
+The direct route launches the compiled kernels on torch's current stream; JAX only lowers them,
+once, and is not even imported where they are found on disk. The DLPack route lends the tensors to
+JAX and runs the kernels there. Both check a call by the same contract and launch it by the same
+plan.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from sparse_decode import contract, torch_arrays
 from sparse_decode.bridge import compile as compiling
 from sparse_decode.bridge.launch import DirectProgram
-from sparse_decode.bridge.lowering import Buffer
-from sparse_decode.contract import ARRAY_NAMES, ArraySpec
+from sparse_decode.bridge.lowering import DEVICE_KINDS, Buffer
+from sparse_decode.contract import ARRAY_NAMES, ArraySpec, Geometry
 from sparse_decode.plan import Config, Plan, make_plan
 from sparse_decode.torch_arrays import Key
 
@@ -27,9 +28,13 @@ Route = Literal["direct", "dlpack"]
 
 # What the kernels' addresses are taken to be a multiple of, unless they are seen not to be.
 ALIGNMENT = 32
-FP8_CAPABILITY = (8, 9)
 
+# Applied to all tensors of a call at once, with map: that is faster than a loop.
 _ADDRESS = torch.Tensor.data_ptr
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+_Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
+_Keys: TypeAlias = tuple[Key | None, ...]
 
 
 def sparse_decode_attention(
@@ -58,8 +63,8 @@ def sparse_decode_attention(
 
     Args:
         query: `[rows, heads, 192]`, bfloat16 or float16; last stride 1.
-        cache: `[pages, groups, page_size, 384]`, K then V; dtype of `query`, or FP8 as float8_e4m3fn
-            or uint8. Last stride 1, the others free.
+        cache: `[pages, groups, page_size, 384]`, K then V; dtype of `query`, or FP8 as
+            float8_e4m3fn or uint8. Last stride 1, the others free.
         regions: `[rows, slots]`, int32 or int64; ids of eight tokens each, negative if unused.
         block_table: `[requests, max_pages]`, int32; logical page to physical page.
         positions: `[rows]`, int32 or int64; a row attends to tokens up to its position.
@@ -81,7 +86,8 @@ def sparse_decode_attention(
         TypeError: An argument is no tensor, or a dtype or the type of an option is wrong.
         ValueError: A shape, stride, device or option is wrong, an FP8 scale is missing, or a tensor
             requires a gradient. As `ZeroCopyError`: JAX cannot take a tensor as it is.
-        NotImplementedError: The device or an installed version cannot run the kernels by this route.
+        NotImplementedError: The device or an installed version cannot run the kernels by this
+            route.
         RuntimeError: A CUDA graph is being captured, and the kernels are not loaded or the route
             is "dlpack".
     """
@@ -93,22 +99,8 @@ def sparse_decode_attention(
             splits, clear_inactive, k_scale, v_scale, gate, route, _pack_config(config),
         )  # fmt: skip
         return
-    tensors = (
-        query, cache, regions, block_table, positions, active, output, k_scale, v_scale, gate
-    )  # fmt: skip
-    if torch.is_grad_enabled():
-        _refuse_gradients(tensors)
-    call = _call(
-        torch_arrays.key("query", query),
-        torch_arrays.key("cache", cache),
-        torch_arrays.key("regions", regions),
-        torch_arrays.key("block_table", block_table),
-        torch_arrays.key("positions", positions),
-        torch_arrays.key("active", active),
-        torch_arrays.key("output", output),
-        torch_arrays.optional_key("k_scale", k_scale),
-        torch_arrays.optional_key("v_scale", v_scale),
-        torch_arrays.optional_key("gate", gate),
+    _attend(
+        (query, cache, regions, block_table, positions, active, output, k_scale, v_scale, gate),
         scale,
         query_len,
         splits,
@@ -116,14 +108,26 @@ def sparse_decode_attention(
         route,
         config,
     )
+
+
+def _attend(tensors: _Tensors, *options: Any) -> None:
+    """The operation, outside of `torch.compile`.
+
+    Args:
+        tensors: In the order of `ARRAY_NAMES`.
+        *options: Those of `_call`.
+    """
+    call = _call(_keys(tensors), *options)
+    used = call.pick(tensors)
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, used)):
+        _refuse_gradients(call.names, used)
     if not call.rows:
         return
-    if call.device < 0 or route == "dlpack":
+    if call.dlpack:
         from sparse_decode.bridge.jax_route import run
 
         run(call, dict(zip(ARRAY_NAMES, tensors, strict=True)))
         return
-    used = call.pick(tensors)
     addresses = [*map(_ADDRESS, used)]
     program = call.programs.get(())
     if program is None or not program.accepts(addresses):
@@ -175,8 +179,8 @@ def warmup(
     Afterwards such calls may be captured in CUDA graphs, and start at once.
 
     Args:
-        calls: The arguments of each call by name. Tensors count by shape, strides and dtype alone, so
-            they may be meta tensors.
+        calls: The arguments of each call by name. Tensors count by shape, strides and dtype alone,
+            so they may be meta tensors.
         device: The CUDA device to load on; by default the current one.
         processes: Compiling processes; by default one for each processor core.
 
@@ -199,19 +203,29 @@ def _describe(
     arguments: Mapping[str, Any], route: Route, device: torch.device | None = None
 ) -> _Call:
     """The call with these arguments; its tensors may be said to lie on another device."""
-    arguments = {"query_len": 1, "splits": None, "clear_inactive": True, "config": None, **arguments}
-    keys = []
-    for name in ARRAY_NAMES:
-        tensor = arguments.pop(name, None)
-        optional = name in ("k_scale", "v_scale", "gate")
-        key = (torch_arrays.optional_key if optional else torch_arrays.key)(name, tensor)
-        keys.append(key if key is None or device is None else (*key[:3], device))
+    defaults = {"query_len": 1, "splits": None, "clear_inactive": True, "config": None}
+    arguments = {**defaults, **arguments}
+    keys = _keys(tuple(arguments.pop(name, None) for name in ARRAY_NAMES))
+    if device is not None:
+        keys = tuple(key and (*key[:3], device) for key in keys)
     names = ("scale", "query_len", "splits", "clear_inactive", "config")
     unknown = sorted(set(arguments) - set(names))
     if unknown or "scale" not in arguments:
         raise TypeError(f"expected the arguments of a call, got unknown {unknown} or no scale")
     scale, query_len, splits, clear_inactive, config = (arguments[name] for name in names)
-    return _call(*keys, scale, query_len, splits, clear_inactive, route, config)
+    return _call(keys, scale, query_len, splits, clear_inactive, route, config)
+
+
+def _keys(tensors: _Tensors) -> _Keys:
+    """The `torch_arrays.key` of each tensor, None for None."""
+    try:
+        return tuple(
+            [x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        )
+    except (AttributeError, TypeError):
+        for name, tensor in zip(ARRAY_NAMES, tensors, strict=True):
+            torch_arrays.optional_key(name, tensor)
+        raise
 
 
 @dataclass
@@ -221,6 +235,7 @@ class _Call:
     Attributes:
         rows: Rows; nothing is launched for none.
         device: Index of the CUDA device, -1 for the CPU.
+        dlpack: Whether it runs in JAX.
         specs: The arrays by name.
         plan: How the kernels are launched; None without rows.
         names: The arrays that the kernels take, in the order of the program's inputs.
@@ -232,6 +247,7 @@ class _Call:
 
     rows: int
     device: int
+    dlpack: bool
     specs: dict[str, ArraySpec]
     plan: Plan | None
     names: tuple[str, ...]
@@ -242,16 +258,7 @@ class _Call:
 
 @torch_arrays.remembered
 def _call(
-    query: Key,
-    cache: Key,
-    regions: Key,
-    block_table: Key,
-    positions: Key,
-    active: Key,
-    output: Key,
-    k_scale: Key | None,
-    v_scale: Key | None,
-    gate: Key | None,
+    keys: _Keys,
     scale: float,
     query_len: int,
     splits: int | None,
@@ -260,26 +267,8 @@ def _call(
     config: Config | None,
 ) -> _Call:
     """Checks a call, seen as the keys of its tensors, and plans it."""
-    if route not in ("direct", "dlpack"):
-        raise ValueError(f'route: expected "direct" or "dlpack", got {route!r}')
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config: expected a Config or None, got {type(config).__name__}")
-    keys = (
-        query, cache, regions, block_table, positions, active, output, k_scale, v_scale, gate
-    )  # fmt: skip
-    specs = {
-        name: torch_arrays.spec_of(key)
-        for name, key in zip(ARRAY_NAMES, keys, strict=True)
-        if key is not None
-    }
-    geometry = contract.check_call(
-        **specs,
-        scale=scale,
-        query_len=query_len,
-        splits=1 if splits is None else splits,
-        clear_inactive=clear_inactive,
-    )
-    device = _check_device(query[3], route, geometry.fp8)
+    geometry, specs = _check(keys, scale, query_len, splits, clear_inactive, route, config)
+    device = _check_device(keys[0][3], route, geometry.fp8)  # type: ignore[index]
     if not geometry.fp8:
         specs = {name: spec for name, spec in specs.items() if name not in ("k_scale", "v_scale")}
     plan = None
@@ -294,7 +283,39 @@ def _call(
         )
     names = tuple(name for name in ARRAY_NAMES if name in specs)
     pick = operator.itemgetter(*(ARRAY_NAMES.index(name) for name in names))
-    return _Call(geometry.rows, device, specs, plan, names, pick)
+    return _Call(geometry.rows, device, route == "dlpack", specs, plan, names, pick)
+
+
+def _check(
+    keys: _Keys,
+    scale: float,
+    query_len: int,
+    splits: int | None,
+    clear_inactive: bool,
+    route: Route,
+    config: Config | None,
+) -> tuple[Geometry, dict[str, ArraySpec]]:
+    """Checks a call, except whether the device can run it; returns its sizes and arrays."""
+    if route not in ("direct", "dlpack"):
+        raise ValueError(f'route: expected "direct" or "dlpack", got {route!r}')
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config: expected a Config or None, got {type(config).__name__}")
+    for name, key in zip(ARRAY_NAMES[:7], keys, strict=False):
+        if key is None:
+            torch_arrays.key(name, None)  # type: ignore[arg-type]
+    specs = {
+        name: torch_arrays.spec_of(key)
+        for name, key in zip(ARRAY_NAMES, keys, strict=True)
+        if key is not None
+    }
+    geometry = contract.check_call(
+        **specs,
+        scale=scale,
+        query_len=query_len,
+        splits=1 if splits is None else splits,
+        clear_inactive=clear_inactive,
+    )
+    return geometry, specs
 
 
 def _check_device(device: torch.device, route: Route, fp8: bool) -> int:
@@ -305,17 +326,23 @@ def _check_device(device: torch.device, route: Route, fp8: bool) -> int:
         hint = '; on the CPU, ask for route="dlpack"' if device.type == "cpu" else ""
         raise NotImplementedError(f"query: expected a tensor on an NVIDIA GPU, got {device}{hint}")
     capability = torch.cuda.get_device_capability(device)
-    if fp8 and capability < FP8_CAPABILITY:
+    if fp8 and capability < contract.FP8_CAPABILITY:
         raise NotImplementedError(
             f"cache: FP8 needs compute capability 8.9 or newer, got {capability[0]}.{capability[1]}"
             f" ({torch.cuda.get_device_name(device)})"
         )
+    if route == "direct" and _arch(device.index) not in DEVICE_KINDS:
+        known = ", ".join(map(str, DEVICE_KINDS))
+        raise NotImplementedError(
+            f"query: expected a GPU with one of the architectures sm_{{{known}}}, got "
+            f"sm_{_arch(device.index)} ({torch.cuda.get_device_name(device)})"
+        )
     return device.index
 
 
-def _refuse_gradients(tensors: tuple[torch.Tensor | None, ...]) -> None:
-    for name, tensor in zip(ARRAY_NAMES, tensors, strict=True):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+def _refuse_gradients(names: Iterable[str], tensors: Iterable[torch.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.requires_grad:
             raise ValueError(
                 f"{name}: expected a tensor without gradient, as there is no backward pass, got "
                 "requires_grad=True; detach it or call under torch.no_grad()"
@@ -324,7 +351,9 @@ def _refuse_gradients(tensors: tuple[torch.Tensor | None, ...]) -> None:
 
 def _pack_config(config: Config | None) -> list[int] | None:
     """A config as numbers, which is all that a PyTorch operator takes."""
-    return None if config is None else list(dataclasses.astuple(config))
+    if not isinstance(config, Config):
+        return config
+    return [getattr(config, field.name) for field in dataclasses.fields(config)]
 
 
 # Direct route.

@@ -72,6 +72,15 @@ def _live_slots(position: jax.Array, active: jax.Array, slots: int) -> jax.Array
     return jnp.where(active & (position >= 0), live, 0)
 
 
+def _offset(plan: Plan, refs) -> jax.Array | int:
+    """Where the cache begins in each page of its buffer; never where it would not fit."""
+    unit = plan.offset_unit
+    if not unit:
+        return 0
+    offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), plan.last_offset)
+    return lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
+
+
 def _locate(plan: Plan, refs, row, first_slot, position, offset):
     """Places of the tile's tokens: page, element inside the page, and whether it is attended."""
     geometry = plan.geometry
@@ -186,7 +195,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     active = refs["active"][row]
     live = _live_slots(position, active, geometry.slots)
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
-    offset = refs["offset"][0] * plan.offset_unit if plan.offset_unit else 0
+    offset = _offset(plan, refs)
 
     query = _load_query(plan, refs["query"], row)
     logit_scale = plan.scale * LOG2_E
@@ -352,7 +361,7 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
             `plan.words`), `regions` and `block_table` (int32; int64 as pairs), and where there are such,
             `gate` and an `output` that is written in place. `positions` `[rows]` int32 (int64 as pairs);
             `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8 cache; `offset`
-            `[1]` int32 where `plan.offset_unit`.
+            `[1]` int32 where `plan.offset_unit`, in elements of the cache.
 
     Returns:
         `output` in its shape of `plan.shapes`, and `lse` `[rows, heads]` float32 (natural logarithm) where

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_decode.contract import CACHE_DIM, ArraySpec, check_call
+from sparse_decode.contract import (
+    CACHE_DIM,
+    FP8_CAPABILITY,
+    ArraySpec,
+    Geometry,
+    check_call,
+    check_count,
+)
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.plan import Config, Plan, make_plan
 
@@ -25,8 +32,8 @@ class PackedCache:
         storage: `[pages, page stride]`, dense, in the cache's dtype: whole pages, with whatever else
             they hold.
         offset: int32 scalar, where the first group of each page begins, in elements. It may be traced,
-            so one compiled program serves every layer of a cache. A value that is no multiple of
-            `offset_unit` is rounded down to one.
+            so one compiled program serves every layer of a cache. A traced value that is no multiple of
+            `offset_unit` is rounded down to one, and one that leads outside the page is moved inside.
         groups: KV heads.
         page_size: Tokens a page.
         group_stride: Elements between groups; None is `page_size * 384`.
@@ -128,6 +135,7 @@ def sparse_decode_attention(
         splits=1 if splits is None else splits,
         clear_inactive=clear_inactive,
     )
+    _check_fp8(geometry)
     if geometry.rows == 0:
         empty = jnp.zeros(query.shape, geometry.output_dtype)
         return (empty, jnp.zeros(query.shape[:2], jnp.float32)) if return_lse else empty
@@ -140,6 +148,7 @@ def sparse_decode_attention(
         config=config,
         splits=splits,
         cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
+        cache_page=specs["cache"].stride(0) if isinstance(cache, PackedCache) else 0,
     )
     buffers = {
         "query": query.reshape(plan.buffer("query")[1]),
@@ -152,8 +161,7 @@ def sparse_decode_attention(
     if geometry.fp8:
         buffers |= {"k_scale": k_scale.reshape(1), "v_scale": v_scale.reshape(1)}
     if isinstance(cache, PackedCache):
-        offset = jnp.asarray(cache.offset, jnp.int32)
-        buffers["offset"] = lax.div(offset, jnp.int32(cache.offset_unit)).reshape(1)
+        buffers["offset"] = jnp.asarray(cache.offset, jnp.int32).reshape(1)
     if gate is not None:
         buffers["gate"] = jnp.asarray(gate)
     if output is not None:
@@ -181,25 +189,49 @@ def _describe_cache(cache: object) -> ArraySpec:
         raise ValueError(
             f"cache.storage: expected shape [pages, page stride], got shape {list(storage.shape)}"
         )
+    for name in ("groups", "page_size", "group_stride", "token_stride", "offset_unit"):
+        value = getattr(cache, name)
+        if value is not None or not name.endswith("stride"):
+            check_count(f"cache.{name}", value, 1 if name == "offset_unit" else 0, None)
     pages, page_stride = storage.shape
     _, group_stride, token_stride, _ = strides = cache.strides()
     reach = (
         (cache.groups - 1) * group_stride + (cache.page_size - 1) * token_stride + CACHE_DIM
     )
-    if min(group_stride, token_stride) < 0 or reach > page_stride:
+    if reach > page_stride:
         raise ValueError(
             f"cache: expected groups and tokens inside a page of {page_stride} elements, got groups "
             f"{cache.groups} * stride {group_stride}, page size {cache.page_size} * stride {token_stride}"
         )
+    _check_offset(cache, page_stride - reach)
+    shape = (pages, cache.groups, cache.page_size, CACHE_DIM)
+    return ArraySpec(shape, storage.dtype, strides)
+
+
+def _check_offset(cache: PackedCache, last: int) -> None:
     offset = cache.offset
-    if isinstance(offset, int) and not (0 <= offset <= page_stride - reach):
-        raise ValueError(f"cache.offset: expected 0 to {page_stride - reach}, got {offset}")
-    if isinstance(offset, int) and offset % cache.offset_unit:
+    if isinstance(offset, jax.Array | np.ndarray):
+        if not jnp.issubdtype(offset.dtype, jnp.integer):
+            raise TypeError(f"cache.offset: expected an integer dtype, got {offset.dtype}")
+        if offset.shape != ():
+            raise ValueError(f"cache.offset: expected a scalar, got shape {list(offset.shape)}")
+        return
+    check_count("cache.offset", offset, 0, last)
+    if offset % cache.offset_unit:
         raise ValueError(
             f"cache.offset: expected a multiple of offset_unit = {cache.offset_unit}, got {offset}"
         )
-    shape = (pages, cache.groups, cache.page_size, CACHE_DIM)
-    return ArraySpec(shape, storage.dtype, strides)
+
+
+def _check_fp8(geometry: Geometry) -> None:
+    """Refuses an FP8 cache where the GPU in use cannot convert it."""
+    if not geometry.fp8 or jax.default_backend() != "gpu":
+        return
+    capability = jax.devices()[0].compute_capability
+    if tuple(int(part) for part in capability.split(".")) < FP8_CAPABILITY:
+        raise NotImplementedError(
+            f"cache: FP8 needs compute capability 8.9 or newer, got {capability}"
+        )
 
 
 def _check_options(splits: object, config: object, return_lse: object) -> None:

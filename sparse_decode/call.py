@@ -79,11 +79,21 @@ def page_storage(cache: np.ndarray) -> tuple[np.ndarray, int, tuple[int, ...]]:
     root = cache
     while isinstance(root.base, np.ndarray):
         root = root.base
-    flat = root.reshape(-1).view(cache.dtype)
-    begin = (cache.ctypes.data - root.ctypes.data) // cache.itemsize
+    low, high = np.lib.array_utils.byte_bounds(root)
+    count = (high - low) // cache.itemsize
+    flat = np.lib.stride_tricks.as_strided(
+        _at_lowest_address(root).view(cache.dtype), (count,), (cache.itemsize,)
+    )
+    begin = (cache.ctypes.data - low) // cache.itemsize
     strides = describe(cache).strides
     first = begin - begin % strides[0]
     end = first + cache.shape[0] * strides[0]
     if end > flat.size:
         raise ValueError(f"cache: expected whole pages up to element {end}, got {flat.size} elements")
     return flat[first:end].reshape(-1, strides[0]), begin - first, strides
+
+
+def _at_lowest_address(array: np.ndarray) -> np.ndarray:
+    """One element of an array, as a vector: the one that comes first in memory."""
+    first = tuple(slice(-1, None) if stride < 0 else slice(1) for stride in array.strides)
+    return array[first].reshape(-1)

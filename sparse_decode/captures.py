@@ -59,7 +59,8 @@ def save(path: str | os.PathLike[str], capture: Capture) -> None:
         OSError: The file cannot be written.
     """
     _check(capture)
-    arrays = {name: a for name, a in capture.call.arrays().items() if name != "output"}
+    unneeded = {"output"} if capture.call.geometry().fp8 else {"output", "k_scale", "v_scale"}
+    arrays = {name: a for name, a in capture.call.arrays().items() if name not in unneeded}
     if capture.output is not None:
         arrays["output"] = capture.output
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -73,7 +74,9 @@ def save(path: str | os.PathLike[str], capture: Capture) -> None:
         for name, array in dense.items()
     }
     metadata = {
-        name: repr(value) for name, value in capture.call.options().items() if value is not None
+        name: repr(_OPTIONS[name](value))
+        for name, value in capture.call.options().items()
+        if value is not None
     }
     if capture.source:
         metadata["source"] = capture.source
@@ -115,7 +118,10 @@ def load(path: str | os.PathLike[str]) -> Capture:
     }
     output = arrays.pop("output", None)
     capture = Capture(Call(**arrays, **options), output, metadata.get("source", ""))
-    _check(capture)
+    try:
+        _check(capture)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
     return capture
 
 
@@ -139,9 +145,9 @@ def _array(path: Path, name: str, tensor: dict) -> np.ndarray:
 def _option(path: Path, name: str, text: str, kind: type) -> object:
     try:
         value = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         value = None
-    if kind is float and isinstance(value, int):
+    if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{path}: {name}: expected {kind.__name__} as text, got {text!r}")

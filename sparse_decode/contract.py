@@ -17,6 +17,9 @@ REGION_TOKENS = 8
 MAX_HEADS = 16
 MAX_SPLITS = 256
 
+# The first GPUs that convert FP8 E4M3 have this compute capability.
+FP8_CAPABILITY = (8, 9)
+
 FLOAT16_DTYPES = ("bfloat16", "float16")
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 INDEX_DTYPES = ("int32", "int64")
@@ -168,8 +171,8 @@ def check_call(
     _check_type("scale", scale, Real, "a real number")
     if not math.isfinite(scale):
         _wrong("scale", "a finite number", scale)
-    _check_count("query_len", query_len, 1, None)
-    _check_count("splits", splits, 1, MAX_SPLITS)
+    check_count("query_len", query_len, 1, None)
+    check_count("splits", splits, 1, MAX_SPLITS)
     _check_type("clear_inactive", clear_inactive, bool, "a bool")
 
     _check_rank("query", query, "[rows, heads, 192]", 3)
@@ -294,7 +297,8 @@ def _check_type(name: str, value: object, kind: type, expected: str) -> None:
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
 
 
-def _check_count(name: str, value: object, low: int, high: int | None) -> None:
+def check_count(name: str, value: object, low: int, high: int | None) -> None:
+    """Raises TypeError unless `value` is an integer, ValueError unless it is `low` to `high`."""
     _check_type(name, value, Integral, "an integer")
     if value < low or (high is not None and value > high):  # type: ignore[operator]
         _wrong(name, f"at least {low}" if high is None else f"{low} to {high}", value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Iterable, Iterator
@@ -59,9 +60,15 @@ def check(
             as well, as the path "recorded".
         paths: Paths with their modes; by default `runnable()`.
     """
+    if recorded is not None:
+        # The buffer that was recorded into: rows that were left alone show what it held.
+        before = recorded.copy()
+        before[call.active] = np.nan
+        call = dataclasses.replace(call, output=before)
     allowed = limits(call)
     if recorded is not None:
-        yield Result(subject, "recorded", "file", judge(allowed, recorded, None, None), 0.0, 0.0)
+        verdict = judge(allowed, recorded, None, call.output)
+        yield Result(subject, "recorded", "file", verdict, 0.0, 0.0)
     for path, mode in runnable() if paths is None else paths:
         began = time.perf_counter()
         try:

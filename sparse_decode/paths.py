@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,7 @@ def _jax_arrays(call: Call) -> Iterator[dict[str, Any]]:
                 page_size=call.cache.shape[2],
                 group_stride=group,
                 token_stride=token,
+                offset_unit=math.gcd(offset, 16),
             )
         yield arrays
 

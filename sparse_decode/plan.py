@@ -80,9 +80,10 @@ def default_config(geometry: Geometry) -> Config:
     while splits < min(128, tiles) and 2 * splits * geometry.rows <= 512:
         splits *= 2
     combine = {"combine_warps": 4, "combine_width": 64}
-    if splits * geometry.rows <= 256:
+    if splits * geometry.rows <= 256 and geometry.heads <= 8:
         return Config(splits=splits, tile=64, warps=4, stages=3, **combine)
-    return Config(splits=splits, tile=64 if geometry.fp8 else 32, warps=2, stages=6, **combine)
+    tile = 64 if geometry.fp8 and geometry.heads <= 8 else 32
+    return Config(splits=splits, tile=tile, warps=2, stages=6, **combine)
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,9 @@ class Plan:
         output_strides: (row, head).
         gate_strides: (token, head); (0, 0) without a gate.
         shapes: Shape of each buffer that is laid out in lines, by name.
-        offset_unit: The first page begins `offset * offset_unit` elements into the buffer, with
-            `offset` an operand; 0 if there is no such operand.
+        offset_unit: The cache begins at an offset into its buffer that is an operand and a multiple of
+            this many elements of the cache; 0 if there is no such operand.
+        last_offset: Largest offset at which a page of the cache ends inside its page of the buffer.
         dependent_launch: Wait for the preceding kernel inside this one (sm_90 and newer).
         interpret: Run in Pallas' interpreter.
     """
@@ -129,6 +131,7 @@ class Plan:
     gate_strides: tuple[int, int]
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     offset_unit: int = 0
+    last_offset: int = 0
     dependent_launch: bool = False
     interpret: bool = False
 
@@ -186,6 +189,7 @@ def make_plan(
     config: Config | None = None,
     splits: int | None = None,
     cache_unit: int = 0,
+    cache_page: int = 0,
     cache_is_even: bool = True,
 ) -> Plan:
     """Works out how a checked call is launched.
@@ -198,7 +202,9 @@ def make_plan(
         return_lse: Whether natural-log lse is wanted.
         config: Launch settings; None takes `default_config`.
         splits: Overrides the splits of `config` if not None.
-        cache_unit: Elements that every cache offset is a multiple of, where there is an offset operand.
+        cache_unit: For a cache inside larger pages, what each offset into them is a multiple of, in
+            elements.
+        cache_page: The size of these larger pages, in elements.
         cache_is_even: Whether the cache begins at an even address.
 
     Raises:
@@ -206,7 +212,7 @@ def make_plan(
     """
     config = config or default_config(geometry)
     if splits is not None:
-        config = replace(config, splits=splits)
+        config = replace(config, splits=int(splits))
     output = specs.get("output") or ArraySpec(
         (geometry.rows, geometry.heads, HEAD_DIM), geometry.output_dtype
     )
@@ -216,6 +222,10 @@ def make_plan(
         for name in ("query", "cache", "regions", "block_table", "gate", "output")
         if name in lines
     }
+    last_offset = 0
+    if cache_unit:
+        last_offset = cache_page - _inside(specs["cache"])
+        shapes["cache"] = (geometry.pages, cache_page)
     cache_strides = (
         shapes["cache"][1] if specs["cache"].stride(0) else 0,
         specs["cache"].stride(1) if geometry.groups > 1 else 0,
@@ -226,7 +236,6 @@ def make_plan(
     if words:
         shapes["cache"] = (shapes["cache"][0], shapes["cache"][1] // 2)
         cache_strides = tuple(stride // 2 for stride in cache_strides)
-        cache_unit //= 2
     elif geometry.fp8 and shapes["cache"][0] * shapes["cache"][1] > 2**31:
         raise NotImplementedError(
             "cache: FP8 at odd strides or an odd address is implemented up to 2 GiB, "
@@ -254,16 +263,19 @@ def make_plan(
         else (0, 0),
         shapes=tuple(shapes.items()),
         offset_unit=cache_unit,
+        last_offset=last_offset,
     )
 
 
 def _lines(spec: ArraySpec) -> tuple[int, int]:
     """A two-dimensional dense shape, lines of the first stride, that spans the array."""
-    strides = [spec.stride(dim) for dim in range(len(spec.shape))]
-    inside = 1 + sum(
-        (extent - 1) * stride for extent, stride in zip(spec.shape[1:], strides[1:], strict=True)
-    )
-    if spec.shape[0] == 1 or strides[0] == 0:
+    inside, stride = _inside(spec), spec.stride(0)
+    if spec.shape[0] == 1 or stride == 0:
         return 1, inside
-    span = inside + (spec.shape[0] - 1) * strides[0]
-    return -(-span // strides[0]), strides[0]
+    span = inside + (spec.shape[0] - 1) * stride
+    return -(-span // stride), stride
+
+
+def _inside(spec: ArraySpec) -> int:
+    """Elements from the first to the last of one line, both counted."""
+    return 1 + sum((spec.shape[dim] - 1) * spec.stride(dim) for dim in range(1, len(spec.shape)))

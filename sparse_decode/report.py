@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from sparse_decode._files import replace_file
@@ -33,7 +34,7 @@ def parity_table(results: Sequence[Result]) -> Table:
     for result in results:
         verdict = result.verdict
         table.add_row(
-            "" if result.subject == previous else result.subject,
+            "" if result.subject == previous else escape(result.subject),
             result.path,
             result.mode,
             f"{verdict.error:.2e}",
@@ -41,7 +42,7 @@ def parity_table(results: Sequence[Result]) -> Table:
             "" if verdict.lse_share is None else f"{verdict.lse_share:.2f}",
             "" if result.from_recorded is None else f"{result.from_recorded:.2e}",
             f"{result.seconds:.1f}",
-            "[green]ok[/]" if verdict.ok else f"[bold red]{verdict.fault}[/]",
+            "[green]ok[/]" if verdict.ok else f"[bold red]{escape(str(verdict.fault))}[/]",
         )
         previous = result.subject
     return table
@@ -56,7 +57,7 @@ def status_table() -> Table:
     table.add_column("on, or why not", overflow="fold")
     for path in PATHS:
         status = path.status()
-        table.add_row(path.name, path.summary, status.mode or "[bold red]no[/]", status.reason)
+        table.add_row(path.name, path.summary, status.mode or "[bold red]no[/]", escape(status.reason))
     return table
 
 

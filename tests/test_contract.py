@@ -366,7 +366,6 @@ def test_page_storage_refuses_a_page_that_ends_early():
         page_storage(cache)
 
 
-@pytest.mark.xfail(reason="the owner's memory is taken to be in the order of its dimensions")
 def test_page_storage_of_memory_that_another_library_owns():
     """As torch's `tensor.transpose(1, 2).numpy()` gives it: no NumPy array owns the memory."""
     memory = bytearray(np.arange(2 * 2 * 3 * 384, dtype=np.int32).tobytes())

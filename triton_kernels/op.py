@@ -14,10 +14,8 @@ from sparse_decode import contract, torch_arrays
 from sparse_decode.torch_arrays import Key
 from sparse_decode.triton_kernels import kernels
 
-# The oldest architecture that Triton supports, the first on which it converts FP8 E4M3, and the
-# first with programmatic dependent launch.
+# The oldest architecture that Triton supports, and the first with programmatic dependent launch.
 OLDEST_CAPABILITY = (8, 0)
-FP8_CAPABILITY = (8, 9)
 PDL_CAPABILITY = (9, 0)
 
 
@@ -265,7 +263,7 @@ def _check_device(device: torch.device, fp8: bool) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         raise NotImplementedError(f"query: expected an NVIDIA GPU, got {device}")
     capability = torch.cuda.get_device_capability(device)
-    oldest, use = (FP8_CAPABILITY, "an FP8 cache") if fp8 else (OLDEST_CAPABILITY, "Triton")
+    oldest, use = (contract.FP8_CAPABILITY, "an FP8 cache") if fp8 else (OLDEST_CAPABILITY, "Triton")
     if capability < oldest:
         raise NotImplementedError(
             f"{'cache' if fp8 else 'query'}: {use} needs compute capability "
