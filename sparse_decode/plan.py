@@ -70,20 +70,31 @@ _LEGAL = {
 
 
 def default_config(geometry: Geometry) -> Config:
-    """Settings for a call's sizes, as a sweep on an H200 found them.
+    """Settings for a call's sizes, as sweeps on an H200 found them.
 
-    About 512 programs fill its 132 multiprocessors once. Where fewer can be had, each takes four warps
-    to be done sooner.
+    Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are those
+    with the least estimated time: rounds of that many programs, each as long as its tiles and the
+    fixed cost of a program, which is that of about four tiles. Where two programs or fewer come to a
+    multiprocessor, each takes four warps to be done sooner.
     """
     tiles = -(-geometry.slots * REGION_TOKENS // 64)
-    splits = 1
-    while splits < min(128, tiles) and 2 * splits * geometry.rows <= 512:
-        splits *= 2
-    combine = {"combine_warps": 4, "combine_width": 64}
-    if splits * geometry.rows <= 256 and geometry.heads <= 8:
-        return Config(splits=splits, tile=64, warps=4, stages=3, **combine)
-    tile = 64 if geometry.fp8 and geometry.heads <= 8 else 32
-    return Config(splits=splits, tile=tile, warps=2, stages=6, **combine)
+    at_once = 4 * 132
+
+    def estimate(splits: int) -> tuple[int, int]:
+        rounds = -(-geometry.rows * splits // at_once)
+        return rounds * (-(-tiles // splits) + 4), splits
+
+    splits = min(range(1, min(tiles, 128) + 1), key=estimate)
+    programs = geometry.rows * splits
+    few = programs <= at_once // 2 and geometry.heads <= 8
+    return Config(
+        splits=splits,
+        tile=64 if few or (geometry.fp8 and geometry.heads <= 8) else 32,
+        warps=4 if few else 2,
+        stages=3 if few else 6,
+        combine_warps=1 if splits <= 64 else 2,
+        combine_width=64,
+    )
 
 
 @dataclass(frozen=True)

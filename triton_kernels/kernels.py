@@ -23,8 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparse_decode import contract
 
-# Fusion is what Triton has always done; from 3.9 on it wants to be asked for.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# Four stages let the loads of a tile's indices run ahead of those of its lines. Fusion is what Triton
+# has always done; from 3.9 on it wants to be asked for.
+OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 HEAD_DIM = tl.constexpr(contract.HEAD_DIM)
@@ -171,7 +172,6 @@ def _split(
     if PDL:
         # Before the first load: the kernel in front may be what produces any of the inputs.
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.arange(0, HEADS_PADDED)
@@ -181,29 +181,9 @@ def _split(
         output_ptr + row * output_row_stride + head.to(tl.int64)[:, None] * output_head_stride + dim
     )
 
-    if not tl.load(active_ptr + row):
-        if SPLITS == 1 and CLEAR_INACTIVE:
-            zero = tl.zeros([HEADS_PADDED, PIECE], output_ptr.dtype.element_ty)
-            for piece in tl.static_range(HEAD_DIM // PIECE):
-                tl.store(output_ptrs + piece * PIECE, zero, mask=is_head[:, None])
-        return
-
+    # What the row itself says is loaded side by side, before the first branch waits for any of it.
+    active = tl.load(active_ptr + row)
     position = tl.load(positions_ptr + row)
-    position = tl.maximum(tl.minimum(position, MAX_INT32), -1).to(tl.int32)
-    live = tl.minimum(tl.maximum(position, 0) // REGION_TOKENS + 1, SLOTS)
-    tiles = tl.cdiv(live, TILE_SLOTS)
-    share = tl.cdiv(tiles, SPLITS)
-    first_tile = split * share
-    last_tile = tl.minimum(first_tile + share, tiles)
-
-    lse_ptrs = lse_ptr
-    if SPLITS > 1:
-        lse_ptrs += (row * SPLITS + split) * HEADS + head
-        if first_tile >= last_tile:
-            tl.store(lse_ptrs, tl.full([HEADS_PADDED], float("-inf"), tl.float32), mask=is_head)
-            return
-
-    group = row % GROUPS
     if FP8:
         OPERAND: tl.constexpr = tl.float16
         logit_scale = scale * LOG2_E * tl.load(k_scale_ptr)
@@ -219,6 +199,28 @@ def _split(
     query1 = tl.load(query_ptrs + PIECE, mask=is_head[:, None], other=0.0).to(OPERAND)
     query2 = tl.load(query_ptrs + 2 * PIECE, mask=is_head[:, None], other=0.0).to(OPERAND)
 
+    if not active:
+        if SPLITS == 1 and CLEAR_INACTIVE:
+            zero = tl.zeros([HEADS_PADDED, PIECE], output_ptr.dtype.element_ty)
+            for piece in tl.static_range(HEAD_DIM // PIECE):
+                tl.store(output_ptrs + piece * PIECE, zero, mask=is_head[:, None])
+        return
+
+    position = tl.maximum(tl.minimum(position, MAX_INT32), -1).to(tl.int32)
+    live = tl.minimum(tl.maximum(position, 0) // REGION_TOKENS + 1, SLOTS)
+    tiles = tl.cdiv(live, TILE_SLOTS)
+    share = tl.cdiv(tiles, SPLITS)
+    first_tile = split * share
+    last_tile = tl.minimum(first_tile + share, tiles)
+
+    lse_ptrs = lse_ptr
+    if SPLITS > 1:
+        lse_ptrs += (row * SPLITS + split) * HEADS + head
+        if first_tile >= last_tile:
+            tl.store(lse_ptrs, tl.full([HEADS_PADDED], float("-inf"), tl.float32), mask=is_head)
+            return
+
+    group = row % GROUPS
     regions_ptr += row * regions_row_stride
     block_table_ptr += row // ROWS_PER_REQUEST * table_row_stride
     cache_ptr += group * cache_group_stride
@@ -264,6 +266,8 @@ def _split(
             weights, _load_lines(value_ptrs + 2 * PIECE, attended, OPERAND), value2 * decay
         )
 
+    if PDL:
+        gdc_launch_dependents()
     blank = total == 0.0
     factor = (value_scale / tl.where(blank, 1.0, total))[:, None]
     if SPLITS == 1:
@@ -310,23 +314,23 @@ def _combine(
     """Merges the splits of one head of one row; grid (rows, heads)."""
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, PIECE)
     output_ptrs = output_ptr + row * output_row_stride + head * output_head_stride + dim
     OUTPUT: tl.constexpr = output_ptr.dtype.element_ty
 
-    if not tl.load(active_ptr + row):
+    active = tl.load(active_ptr + row)
+    split = tl.arange(0, SPLITS_PADDED)
+    is_split = split < SPLITS
+    place = (row * SPLITS + split) * HEADS + head
+    lse = tl.load(lse_ptr + place, mask=is_split, other=float("-inf"))
+    if not active:
         if CLEAR_INACTIVE:
             for piece in tl.static_range(HEAD_DIM // PIECE):
                 tl.store(output_ptrs + piece * PIECE, tl.zeros([PIECE], OUTPUT))
         return
 
-    split = tl.arange(0, SPLITS_PADDED)
-    is_split = split < SPLITS
-    place = (row * SPLITS + split) * HEADS + head
-    lse = tl.load(lse_ptr + place, mask=is_split, other=float("-inf"))
     blank = lse == float("-inf")
     largest = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
