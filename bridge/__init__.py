@@ -29,7 +29,7 @@ _EXPORTS = {
     "warmup": "op",
 }
 
-__all__ = [  # noqa: F822 - resolved by __getattr__
+__all__ = [
     "Explanation",
     "ZeroCopyError",
     "explain_route",

@@ -25,11 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sparse_decode._require import check_version, require
+from sparse_decode._require import require, require_supported
 from sparse_decode.bridge import lowering
 from sparse_decode.bridge.lowering import KernelCall, Program, Spec
 
-OLDEST_TRITON = "3.6"
 FIRST_ARCH_WITH_PDL = 90
 
 _WORKER = f"import sys, {__name__} as compile; compile._work(*sys.argv[1:])"
@@ -139,11 +138,9 @@ def build(requests: Sequence[Request], *, processes: int | None = None) -> list[
     Returns:
         One executable for each request.
 
-    Raises:
-        OSError: The cache's folder cannot be written.
-
     Warns:
-        RuntimeWarning: A stored entry was damaged. It was built again and replaced.
+        RuntimeWarning: A stored entry was damaged, and was built again and replaced; or the
+            cache's folder cannot be written.
 
     See :func:`~sparse_decode.bridge.lowering.lower` and :func:`compile_many` for what else is
     raised.
@@ -167,7 +164,15 @@ def build(requests: Sequence[Request], *, processes: int | None = None) -> list[
     kernels = iter(compile_many(jobs, processes=processes))
     for path, program in programs.items():
         found[path] = Executable(program, tuple(next(kernels) for _ in program.calls))
-        _write(path, found[path])
+        try:
+            _write(path, found[path])
+        except OSError as error:
+            warnings.warn(
+                f"compiled kernels are not kept for the next process: {error}; set "
+                "SPARSE_DECODE_CACHE_DIR to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return [found[path] for path in paths]
 
 
@@ -199,8 +204,7 @@ def compile_kernel(call: KernelCall, arch: int, *, launch_pdl: bool = False) -> 
         raise NotImplementedError(
             f"launch_pdl: needs arch {FIRST_ARCH_WITH_PDL} or newer, got {arch}"
         )
-    triton = require("triton", extra="torch", needed_by="compiling a kernel")
-    check_version("triton", triton.__version__, OLDEST_TRITON)
+    triton = require_supported("triton", needed_by="compiling a kernel")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", arch, 32)
     options = {
         "num_warps": call.num_warps,

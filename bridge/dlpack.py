@@ -81,7 +81,9 @@ class ZeroCopyError(ValueError):
     """The memory cannot be handed over as it is; the message says why and what to do."""
 
 
-def to_jax(tensor: torch.Tensor, *, int64_as_int32: bool = False) -> jax.Array:
+def to_jax(
+    tensor: torch.Tensor, *, int64_as_int32: bool = False, for_kernels: bool = True
+) -> jax.Array:
     """A JAX array over a torch tensor's memory.
 
     Order, lifetime and what is not guaranteed: see the module. The array keeps the tensor's whole
@@ -96,6 +98,8 @@ def to_jax(tensor: torch.Tensor, *, int64_as_int32: bool = False) -> jax.Array:
         int64_as_int32: Hand an int64 tensor over as its int32 words, whatever `jax_enable_x64`
             says: the last dimension is twice as long, low words stand at even places on a
             little-endian machine.
+        for_kernels: Whether the array may reach a kernel from Pallas through Triton, which takes an
+            address that is a multiple of 32 bytes for granted. If not, 16 are enough on a GPU.
 
     Returns:
         An array of the same shape and dtype at the same address. An empty tensor, which has no
@@ -115,7 +119,7 @@ def to_jax(tensor: torch.Tensor, *, int64_as_int32: bool = False) -> jax.Array:
     if not source.numel():
         return jax.device_put(np.empty(source.shape, dtype), device)
     source = _regular(source)
-    _check_address(source.data_ptr(), source.device)
+    _check_address(source.data_ptr(), source.device, for_kernels)
     [array] = _jax_dlpack.import_capsules([_export(source)], device, _order(source.device))
     return _same_address(array, source.data_ptr(), array.unsafe_buffer_pointer())
 
@@ -397,11 +401,13 @@ def _jax_device(tensor: torch.Tensor) -> Any:
     return device
 
 
-def _check_address(address: int, device: torch.device) -> None:
-    alignment = XLA_ALIGNMENT[device.type]
+def _check_address(address: int, device: torch.device, kernels: bool = False) -> None:
+    alignment, needed_by = XLA_ALIGNMENT[device.type], "XLA needs"
+    if kernels and device.type == "cuda":
+        alignment, needed_by = PALLAS_TRITON_ALIGNMENT, "kernels from Pallas through Triton need"
     if address % alignment:
         raise ZeroCopyError(
-            f"address {address:#x} is not a multiple of {alignment} bytes, which XLA needs on "
+            f"address {address:#x} is not a multiple of {alignment} bytes, which {needed_by} on "
             f"{device.type}; let the view start elsewhere in its storage, or clone() it"
         )
 
@@ -518,7 +524,8 @@ def _span(tensor: torch.Tensor) -> _Span:
     inner = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
     extent = item * (1 + sum((int(size) - 1) * int(step) for size, step in inner))
     storage = tensor.untyped_storage()
-    alignment = XLA_ALIGNMENT[tensor.device.type]
+    on_gpu = tensor.device.type == "cuda"
+    alignment = PALLAS_TRITON_ALIGNMENT if on_gpu else XLA_ALIGNMENT["cpu"]
 
     def begin(stride: int) -> int | None:
         lowest = max(0, start + extent - stride)

@@ -1,4 +1,4 @@
-"""The DLPack route: torch tensors lent to JAX for one call of the Pallas kernels; and the way back."""
+"""The DLPack route: torch tensors lent to JAX for the Pallas kernels, and JAX arrays to Triton."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 import torch
 
+from sparse_decode.bridge import _jax_dlpack
 from sparse_decode.bridge.dlpack import (
     PALLAS_TRITON_ALIGNMENT,
+    XLA_ALIGNMENT,
     ImportCache,
     ZeroCopyError,
     packed_view,
@@ -20,21 +23,30 @@ from sparse_decode.bridge.dlpack import (
     to_jax,
     to_torch,
 )
-from sparse_decode.contract import CACHE_DIM
 from sparse_decode.pallas_kernels import PackedCache
 from sparse_decode.pallas_kernels.kernels import attend
+from sparse_decode.pallas_kernels.op import _describe_cache
 from sparse_decode.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from sparse_decode.bridge.op import _Call
 
-# What stays from call to call, in most stacks: imported once.
-_KEPT = ("cache", "block_table", "k_scale", "v_scale")
+_IMPORTS = ImportCache(1024, int64_as_int32=True)
 
 
-@functools.lru_cache(maxsize=1)
-def _imports() -> ImportCache:
-    return ImportCache(1024)
+@dataclass(frozen=True)
+class _Input:
+    """How a tensor is lent. What is only another shape is left to the program.
+
+    Attributes:
+        name: Its name in the call.
+        lines: Shape `[lines, line stride]` of the memory that it spans; None if it is dense.
+        dtype: The dtype that the kernels read instead; None if it is the tensor's own.
+    """
+
+    name: str
+    lines: tuple[int, int] | None
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -42,22 +54,19 @@ class _Program:
     """The jitted kernels for calls of one kind and one layout of the cache.
 
     Attributes:
-        plan: How the kernels are launched.
-        fresh, kept: The names of the buffers that are imported for each call, and once.
-        function: Takes the buffers in this order, and last an offset where the plan has one.
+        inputs: The buffers in the function's order: first `output`, which is donated.
+        function: Takes them, and last an offset where the cache is inside larger pages.
     """
 
-    plan: Plan
-    fresh: tuple[str, ...]
-    kept: tuple[str, ...]
+    inputs: tuple[_Input, ...]
     function: Callable[..., jax.Array]
 
 
 def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Runs a checked call in JAX and writes its result into `output`.
 
-    On a GPU the result is written in place, by donation; on the CPU JAX cannot do that, and the result
-    is copied into `output`.
+    On a GPU the result is written in place, by donation; on the CPU JAX cannot do that, and the
+    result is copied into `output`.
 
     Args:
         call: The call, with at least one row.
@@ -67,91 +76,117 @@ def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
         ZeroCopyError: JAX cannot take a tensor as it is: the message says which and why.
         RuntimeError: A CUDA graph is being captured.
     """
-    on_cpu, output = call.device < 0, tensors["output"]
-    if not on_cpu and torch.cuda.is_current_stream_capturing():
+    on_cpu = call.device < 0
+    if not on_cpu and _is_capturing(call.device):
         raise RuntimeError(
             'route: "dlpack" runs in JAX, which a CUDA graph cannot capture; use route="direct"'
         )
-    cache, offset, unit = tensors["cache"], 0, 0
+    tensors, offset, unit, shape = dict(tensors), 0, 0, None
+    cache = tensors["cache"]
     if not cache.is_contiguous():
-        cache, offset = packed_view(cache.view(torch.uint8) if call.plan.geometry.fp8 else cache)
-        unit = math.gcd(offset, 16)
-    kind = (unit, cache.shape if unit else None)
-    program = call.jitted.get(kind)
+        tensors["cache"], offset = _pages(cache, call.plan.geometry.fp8)
+        unit, shape = math.gcd(offset, 16), tensors["cache"].shape
+    program = call.jitted.get((unit, shape))
     if program is None:
-        program = call.jitted.setdefault(kind, _jit(call, unit, cache.shape))
-    views = {
-        name: _view(program.plan, name, cache if name == "cache" else tensors[name], on_cpu)
-        for name in call.names
-    }
-    arrays = _imports().borrow(
-        [views[name] for name in program.fresh], [views[name] for name in program.kept]
-    )
+        program = call.jitted.setdefault((unit, shape), _program(call, tensors, unit))
+    alignment = XLA_ALIGNMENT["cpu"] if on_cpu else PALLAS_TRITON_ALIGNMENT
+    output, *others = [_view(it, tensors[it.name], alignment) for it in program.inputs]
+    # Imports own nothing, so that all are kept but the one that is donated; it carries the fence.
+    arrays = _IMPORTS.borrow([output], others)
     if unit:
         arrays.append(_offset(offset, call.device))
     result = program.function(*arrays)
     settle(result)
     if on_cpu:
-        lines = output.as_strided(result.shape, (result.shape[1], 1))
-        lines.copy_(to_torch(result))
+        written = tensors["output"]
+        written.copy_(to_torch(result).as_strided(written.shape, written.stride()))
     elif result.unsafe_buffer_pointer() != output.data_ptr():
         raise RuntimeError("output: JAX did not write the result in place")
 
 
-def _jit(call: _Call, unit: int, shape: tuple[int, ...]) -> _Program:
-    """The program of a call; with a `unit`, for a cache inside storage of this shape."""
+def _is_capturing(device: int) -> bool:
+    if device == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _pages(cache: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, int]:
+    """The whole pages around a cache that is not dense, and its offset inside them."""
+    try:
+        return packed_view(cache.view(torch.uint8) if fp8 else cache)
+    except ZeroCopyError as error:
+        raise ZeroCopyError(f"cache: {error}") from None
+
+
+def _program(call: _Call, tensors: Mapping[str, torch.Tensor | None], unit: int) -> _Program:
+    """The program of a call; with a `unit`, for a cache inside storage as it is given here."""
     plan = call.plan
     if unit:
+        page = tensors["cache"].shape[1]
         cache = call.specs["cache"]
         plan = make_plan(
             plan.geometry,
-            {**call.specs, "cache": cache._replace(strides=(shape[1], *cache.strides[1:]))},
+            {**call.specs, "cache": cache._replace(strides=(page, *cache.strides[1:]))},
             scale=plan.scale,
             clear_inactive=plan.clear_inactive,
             config=plan.config,
             cache_unit=unit,
-            cache_page=shape[1],
+            cache_page=page,
         )
     plan = replace(plan, interpret=call.device < 0)
-    kept = tuple(name for name in call.names if name in _KEPT)
-    fresh = tuple(name for name in call.names if name not in _KEPT)
-    names = (*fresh, *kept, *(("offset",) if unit else ()))
+    names = ("output", *(name for name in call.names if name != "output"))
+    shapes = {name: plan.buffer(name)[1] for name in names}
 
-    def sparse_decode_attention(*buffers: jax.Array) -> jax.Array:
-        return attend(plan, dict(zip(names, buffers, strict=True)))["output"]
+    def sparse_decode_attention(*arrays: jax.Array) -> jax.Array:
+        buffers = {name: it.reshape(shapes[name]) for name, it in zip(names, arrays, strict=False)}
+        if unit:
+            buffers["offset"] = arrays[-1]
+        return attend(plan, buffers)["output"]
 
-    donated = () if plan.interpret else (names.index("output"),)
-    return _Program(plan, fresh, kept, jax.jit(sparse_decode_attention, donate_argnums=donated))
+    donated = () if plan.interpret else (0,)
+    inputs = tuple(_input(plan, name, tensors[name]) for name in names)
+    return _Program(inputs, jax.jit(sparse_decode_attention, donate_argnums=donated))
+
+
+def _input(plan: Plan, name: str, tensor: torch.Tensor) -> _Input:
+    dtype_name, shape = plan.buffer(name)
+    lines = None
+    if name == "output" or not tensor.is_contiguous():
+        # int64 indices are planned as pairs of int32, and stay int64 in torch.
+        words = 2 if tensor.dtype is torch.int64 else 1
+        lines = (shape[0], shape[1] // words)
+    dtype = getattr(torch, dtype_name)
+    return _Input(name, lines, None if tensor.dtype in (dtype, torch.int64) else dtype)
+
+
+def _view(it: _Input, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """The tensor's memory as it is lent."""
+    if tensor.data_ptr() % alignment:
+        raise ZeroCopyError(
+            f"{it.name}: expected an address that is a multiple of {alignment} bytes, got "
+            f'{tensor.data_ptr():#x}; use route="direct", or a copy'
+        )
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if it.lines is not None:
+        try:
+            tensor = tensor.as_strided(it.lines, (it.lines[1], 1))
+        except RuntimeError as error:
+            raise ZeroCopyError(
+                f"{it.name}: its last line ends past its storage, so that JAX cannot take it as "
+                f'whole lines of {it.lines[1]} elements; use route="direct", or a copy'
+            ) from error
+    return tensor if it.dtype is None else tensor.view(it.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
 def _offset(offset: int, device: int) -> jax.Array:
     """A layer's offset on the device, so that it is no part of the program."""
-    where = jax.devices("cpu")[0] if device < 0 else jax.devices("gpu")[device]
-    return jax.device_put(jax.numpy.full((1,), offset, jax.numpy.int32), where)
-
-
-def _view(plan: Plan, name: str, tensor: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """The tensor's memory in the dtype and shape in which the kernels see it."""
-    if not on_cpu and tensor.data_ptr() % PALLAS_TRITON_ALIGNMENT:
-        raise ZeroCopyError(
-            f"{name}: expected an address that is a multiple of {PALLAS_TRITON_ALIGNMENT} bytes, got "
-            f'{tensor.data_ptr():#x}; use route="direct", or a copy'
-        )
-    dtype_name, shape = plan.buffer(name)
-    dtype = getattr(torch, dtype_name)
-    if tensor.dtype != dtype and tensor.dim():
-        tensor = tensor.view(dtype)
-    if tensor.is_contiguous():
-        return tensor.view(shape)
-    try:
-        strides = (shape[1], 1) if len(shape) == 2 else (1,)
-        return tensor.as_strided(shape, strides)
-    except RuntimeError as error:
-        raise ZeroCopyError(
-            f"{name}: its last line ends past its storage, so that JAX cannot take it as whole lines "
-            f'of {shape[-1]} elements; use route="direct", or a copy'
-        ) from error
+    kind, index = ("cpu", 0) if device < 0 else ("cuda", device)
+    with jax.ensure_compile_time_eval():
+        where = _jax_dlpack.find_device(kind, index)
+        return jax.device_put(np.full((1,), offset, np.int32), where)
 
 
 def triton_sparse_decode_attention(
@@ -171,12 +206,12 @@ def triton_sparse_decode_attention(
 ) -> jax.Array:
     """The Triton path on JAX arrays: lends them to PyTorch and returns a JAX array.
 
-    Not for use inside `jax.jit`: the arrays must be concrete. Nothing is copied, and the host does not
-    wait on a GPU.
+    Not for use inside `jax.jit`: the arrays must be concrete. Nothing is copied, and on a GPU the
+    host waits for nothing but a `PackedCache.offset` that is an array: there, prefer an integer.
 
     Args:
         query: `[rows, heads, 192]`, bfloat16 or float16.
-        cache: `[pages, groups, page_size, 384]`, or a `PackedCache` with a concrete offset.
+        cache: `[pages, groups, page_size, 384]`, or a `PackedCache`.
         regions: `[rows, slots]`, int32, or int64 where JAX has 64 bits.
         block_table: `[requests, max_pages]` int32.
         positions: `[rows]`, as `regions`.
@@ -193,38 +228,45 @@ def triton_sparse_decode_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the Triton path's `sparse_decode_attention`.
+            As `ZeroCopyError`: an array is traced, deleted or donated, or PyTorch cannot take it.
     """
     from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
 
-    if isinstance(cache, PackedCache):
-        page, group, token, _ = cache.strides()
-        pages = cache.storage.shape[0]
-        lent_cache = to_torch(cache.storage).as_strided(
-            (pages, cache.groups, cache.page_size, CACHE_DIM),
-            (page, group, token, 1),
-            int(cache.offset),
-        )
-    else:
-        lent_cache = to_torch(cache)
-    lent = [
-        None if array is None else to_torch(array)
-        for array in (query, regions, block_table, positions, active, k_scale, v_scale, gate)
-    ]
-    query, regions, block_table, positions, active, k_scale, v_scale, gate = lent
-    output = torch.empty_like(query)
+    needed = {
+        "query": query,
+        "regions": regions,
+        "block_table": block_table,
+        "positions": positions,
+        "active": active,
+    }
+    optional = {"k_scale": k_scale, "v_scale": v_scale, "gate": gate}
+    present = {name: array for name, array in optional.items() if array is not None}
+    lent: dict[str, torch.Tensor] = {}
+    for name, array in (needed | present).items():
+        lent[name] = _lent(name, array)
+    lent["cache"] = _lent_pages(cache) if isinstance(cache, PackedCache) else _lent("cache", cache)
+    lent["output"] = output = torch.empty_like(lent["query"])
     sparse_decode_attention(
-        query,
-        lent_cache,
-        regions,
-        block_table,
-        positions,
-        active,
-        output,
+        **lent,
         scale=scale,
         query_len=query_len,
-        splits=sparse_decode_splits(len(query)) if splits is None else splits,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        gate=gate,
+        splits=sparse_decode_splits(len(output)) if splits is None else splits,
     )
     return to_jax(output)
+
+
+def _lent(name: str, array: jax.Array) -> torch.Tensor:
+    try:
+        return to_torch(array)
+    except (TypeError, ZeroCopyError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _lent_pages(cache: PackedCache) -> torch.Tensor:
+    storage = _lent("cache.storage", cache.storage)
+    _describe_cache(cache)
+    offset = int(cache.offset)
+    spec = _describe_cache(replace(cache, offset=offset))
+    if not storage.is_contiguous():
+        raise ZeroCopyError("cache.storage: expected a row-major layout, got a transposed one")
+    return storage.as_strided(spec.shape, spec.strides, offset)

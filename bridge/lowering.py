@@ -22,10 +22,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
-from sparse_decode._require import check_version, require
-
-OLDEST_JAX = "0.10.2"
-BELOW_JAX = "0.13"
+from sparse_decode._require import SUPPORTED, require_supported
 
 # JAX derives the compute capability from the name of a card, and knows these.
 DEVICE_KINDS = {
@@ -38,6 +35,11 @@ DEVICE_KINDS = {
 
 _TRITON_CALL = "__gpu$xla.gpu.triton"
 _VIEWS = {"stablehlo.reshape", "stablehlo.bitcast_convert", "sdy.sharding_constraint"}
+
+# What a kernel takes for granted of a pointer among its arguments.
+_CLAIM = re.compile(
+    r"(?P<before>%arg(?P<argument>\d+): !tt\.ptr<[^{}]*\{tt\.divisibility = )\d+ : i32"
+)
 
 # MLIR element type: dtype name, bytes.
 _DTYPES = {
@@ -214,7 +216,27 @@ def lower(
             )
     with jax.targeting(arch):
         lowered = jax.jit(fn, keep_unused=True).trace(*structs).lower(lowering_platforms=("cuda",))
-        return _Walk(jax, lowered.compiler_ir("stablehlo"), arch).program()
+        program = _Walk(jax, lowered.compiler_ir("stablehlo"), arch).program()
+    return _realigned(program, alignments) if alignments else program
+
+
+def _realigned(program: Program, alignments: Sequence[int]) -> Program:
+    """The program for inputs at addresses that are less aligned than JAX promises."""
+    inputs = (
+        dataclasses.replace(buffer, alignment=min(buffer.alignment, alignment))
+        for buffer, alignment in zip(program.inputs, alignments, strict=True)
+    )
+    buffers = (*inputs, *program.buffers[program.num_inputs :])
+
+    def realign(call: KernelCall) -> KernelCall:
+        def claim(match: re.Match[str]) -> str:
+            alignment = buffers[call.arguments[int(match["argument"])]].alignment
+            return f"{match['before']}{alignment} : i32"
+
+        return dataclasses.replace(call, ttir=_CLAIM.sub(claim, call.ttir))
+
+    calls = tuple(realign(call) for call in program.calls)
+    return dataclasses.replace(program, buffers=buffers, calls=calls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,14 +287,13 @@ class _Jax:
     @classmethod
     def find(cls) -> _Jax:
         """Imports JAX and checks that all that is needed is there."""
-        version = require("jax", extra="jax-cpu", needed_by="lowering a Pallas kernel").__version__
-        check_version("jax", version, OLDEST_JAX, BELOW_JAX)
+        version = require_supported("jax", needed_by="lowering a Pallas kernel").__version__
         try:
             return cls(version)
         except (ImportError, AttributeError) as error:
             raise NotImplementedError(
                 f"jax {version} lacks a part of the Pallas-Triton backend ({error}); supported: "
-                f"jax >={OLDEST_JAX},<{BELOW_JAX}"
+                "jax >={},<{}".format(*SUPPORTED["jax"])
             ) from error
 
     def struct(self, spec: Spec) -> Any:

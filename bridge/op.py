@@ -120,7 +120,7 @@ def _attend(tensors: _Tensors, *options: Any) -> None:
     call = _call(_keys(tensors), *options)
     used = call.pick(tensors)
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, used)):
-        _refuse_gradients(call.names, used)
+        _refuse_gradients(tensors)
     if not call.rows:
         return
     if call.dlpack:
@@ -340,9 +340,11 @@ def _check_device(device: torch.device, route: Route, fp8: bool) -> int:
     return device.index
 
 
-def _refuse_gradients(names: Iterable[str], tensors: Iterable[torch.Tensor]) -> None:
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.requires_grad:
+def _refuse_gradients(tensors: _Tensors) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in zip(ARRAY_NAMES, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 f"{name}: expected a tensor without gradient, as there is no backward pass, got "
                 "requires_grad=True; detach it or call under torch.no_grad()"

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16, finfo, float8_e4m3fn
@@ -23,7 +24,7 @@ LENGTHS = (900, 333, 64, 17)  # tokens of each request, the current one included
 PADDED_ROWS = 1  # the batch was made for one request more
 HIDDEN, GROUPS, HEADS = 512, 2, 8  # 2 KV heads with 8 query heads each
 PAGE_SIZE, PAGES = 32, 80
-TOP_K = 24  # regions besides the current one
+TOP_K = 16  # regions besides the current one
 
 
 def decode_step(rng: np.random.Generator) -> Call:
@@ -97,9 +98,7 @@ def attend_in_jax(call: Call) -> tuple[np.ndarray, np.ndarray]:
     from sparse_decode.pallas_kernels import sparse_decode_attention
 
     arrays = {name: jnp.asarray(array) for name, array in call.arrays().items()}
-    attend = jax.jit(
-        functools.partial(sparse_decode_attention, scale=call.scale, return_lse=True)
-    )
+    attend = jax.jit(functools.partial(sparse_decode_attention, scale=call.scale, return_lse=True))
     output, lse = attend(**arrays)
     return np.asarray(output), np.asarray(lse)
 
@@ -112,7 +111,7 @@ def attend_in_torch(call: Call) -> np.ndarray:
     from sparse_decode.paths import torch_device
     from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
 
-    tensors = {
+    tensors: dict[str, Any] = {
         name: torch_arrays.from_numpy(array, torch_device())
         for name, array in call.arrays().items()
     }
@@ -146,8 +145,9 @@ def main() -> int:
     call = decode_step(np.random.default_rng(0))
     size = call.geometry()
     console.print(
-        f"{size.requests} requests of {LENGTHS} tokens and {PADDED_ROWS} padded; {size.groups} "
-        f"groups of {size.heads} heads; {size.slots} slots; FP8 pages of {size.page_size} tokens"
+        f"requests of {', '.join(map(str, LENGTHS))} tokens and {PADDED_ROWS} padded; "
+        f"{size.groups} groups of {size.heads} heads; {size.slots} slots; "
+        f"FP8 pages of {size.page_size} tokens"
     )
     paths = parity.runnable()
     modes = {path.name: mode for path, mode in paths}

@@ -1,20 +1,20 @@
 """Split and combine as Pallas kernels for JAX's Triton backend.
 
-Split, grid (rows, splits): one program attends with all heads of a row to one share of its live slots,
-a tile of tokens at a time, and writes either the output (one split) or a normalised float32 partial
-`[rows, splits, heads, 192]` with its base-2 lse. Combine, grid (rows, heads, parts of the 192
-dims): merges the partials.
+Split, grid (rows, splits): one program attends with all heads of a row to one share of its live
+slots, a tile of tokens at a time, and writes either the output (one split) or a normalised float32
+partial `[rows, splits, heads, 192]` with its base-2 lse. Combine, grid (rows, heads, parts of the
+192 dims): merges the partials.
 
 Two things differ from the Triton path:
 
-- An FP8 cache is read as 16-bit words of two neighbouring elements. A word splits into its even and its
-  odd element in registers, so everything that runs along the 192 dims (query, keys, values,
+- An FP8 cache is read as 16-bit words of two neighbouring elements. A word splits into its even and
+  its odd element in registers, so everything that runs along the 192 dims (query, keys, values,
   accumulators) comes as separate even and odd pieces; sums over dims do not mind the order.
-- Products are transposed: tokens stand first and heads second, so that few heads fill the narrow side
-  of the tensor core's shape.
+- Products are transposed: tokens stand first and heads second, so that few heads fill the narrow
+  side of the tensor core's shape.
 
-Everything is addressed through dense buffers with static strides inside, as `sparse_decode.plan` lays
-them out; a launcher may hand in any memory that is laid out so.
+Everything is addressed through dense buffers with static strides inside, as `sparse_decode.plan`
+lays them out; a launcher may hand in any memory that is laid out so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LN_2 = math.log(2)
 COMBINE_WIDTH = 64
 
 
-# --- layout -----------------------------------------------------------------------------------------
+# --- layout
+# -----------------------------------------------------------------------------------------
 
 
 def _within(value: jax.Array, limit: int) -> jax.Array:
@@ -107,7 +108,8 @@ def _locate(plan: Plan, refs, row, first_slot, position, offset):
     return page, in_page * token_stride + (group * group_stride + offset), valid
 
 
-# --- pieces of a line -------------------------------------------------------------------------------
+# --- pieces of a line
+# -------------------------------------------------------------------------------
 
 
 def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
@@ -141,7 +143,9 @@ def _load_lines(plan: Plan, cache_ref, page, element, valid, first: int) -> list
     tiles = []
     for begin, width in plan.pieces:
         column = first + begin + jnp.arange(width, dtype=jnp.int32)
-        at = cache_ref.at[_line(page, plan.cache_strides[0])[:, None], element[:, None] + column[None, :]]
+        at = cache_ref.at[
+            _line(page, plan.cache_strides[0])[:, None], element[:, None] + column[None, :]
+        ]
         tile = plt.load(at, mask=valid[:, None], other=0)
         if plan.words:
             tiles += _decode(plan, tile)
@@ -168,16 +172,15 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
     return [
         plt.load(
             query_ref.at[_line(row, row_stride), head * head_stride + dims[None, :]],
-            mask=jnp.broadcast_to(
-                head < plan.geometry.heads, (plan.padded_heads, dims.shape[0])
-            ),
+            mask=jnp.broadcast_to(head < plan.geometry.heads, (plan.padded_heads, dims.shape[0])),
             other=0,
         ).astype(plan.operand)
         for dims in _dims(plan)
     ]
 
 
-# --- split ------------------------------------------------------------------------------------------
+# --- split
+# ------------------------------------------------------------------------------------------
 
 
 def _dot(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
@@ -257,7 +260,8 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     plt.store(refs["partial_lse"].at[line], lse, mask=present)
 
 
-# --- combine ----------------------------------------------------------------------------------------
+# --- combine
+# ----------------------------------------------------------------------------------------
 
 
 def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
@@ -289,7 +293,8 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
         plt.store(refs["lse"].at[row, head], jnp.full((1,), lse * LN_2))
 
 
-# --- gate and output --------------------------------------------------------------------------------
+# --- gate and output
+# --------------------------------------------------------------------------------
 
 
 def _reciprocal(plan: Plan, x):
@@ -335,11 +340,12 @@ def _finish(plan: Plan, refs, row, active, head, dims, attention):
     plt.store(at, result, mask=mask)
 
 
-# --- launch -----------------------------------------------------------------------------------------
+# --- launch
+# -----------------------------------------------------------------------------------------
 
 
 def _wait(plan: Plan, row: jax.Array) -> jax.Array:
-    """`row`, known only once the preceding kernel has finished, so that every load comes after it."""
+    """`row`, known only once the preceding kernel has finished: every load comes after it."""
     if not plan.dependent_launch:
         return row
     (known,) = plt.elementwise_inline_asm(
@@ -358,14 +364,14 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     Args:
         plan: What is static.
         buffers: Arrays by name. In the shapes of `plan.shapes`: `query`, `cache` (uint16 where
-            `plan.words`), `regions` and `block_table` (int32; int64 as pairs), and where there are such,
-            `gate` and an `output` that is written in place. `positions` `[rows]` int32 (int64 as pairs);
-            `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8 cache; `offset`
-            `[1]` int32 where `plan.offset_unit`, in elements of the cache.
+            `plan.words`), `regions` and `block_table` (int32; int64 as pairs), and where there are
+            such, `gate` and an `output` that is written in place. `positions` `[rows]` int32 (int64 as
+            pairs); `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8 cache;
+            `offset` `[1]` int32 where `plan.offset_unit`, in elements of the cache.
 
     Returns:
-        `output` in its shape of `plan.shapes`, and `lse` `[rows, heads]` float32 (natural logarithm) where
-        `plan.return_lse`.
+        `output` in its shape of `plan.shapes`, and `lse` `[rows, heads]` float32 (natural
+        logarithm) where `plan.return_lse`.
     """
     geometry, config = plan.geometry, plan.config
     rows, heads, splits = geometry.rows, geometry.heads, config.splits

@@ -29,16 +29,18 @@ class PackedCache:
     """A cache that is part of larger pages, as serving stacks keep it.
 
     Attributes:
-        storage: `[pages, page stride]`, dense, in the cache's dtype: whole pages, with whatever else
-            they hold.
-        offset: int32 scalar, where the first group of each page begins, in elements. It may be traced,
-            so one compiled program serves every layer of a cache. A traced value that is no multiple of
-            `offset_unit` is rounded down to one, and one that leads outside the page is moved inside.
+        storage: `[pages, page stride]`, dense, in the cache's dtype: whole pages, with whatever
+            else they hold.
+        offset: int32 scalar, where the first group of each page begins, in elements. It may be
+            traced, so one compiled program serves every layer of a cache. A traced value that is no
+            multiple of `offset_unit` is rounded down to one, and one that leads outside the page is
+            moved inside.
         groups: KV heads.
         page_size: Tokens a page.
         group_stride: Elements between groups; None is `page_size * 384`.
         token_stride: Elements between tokens; None is 384.
-        offset_unit: Number of elements that every offset is a multiple of; wide loads need 16 bytes.
+        offset_unit: Number of elements that every offset is a multiple of; wide loads need 16
+            bytes.
     """
 
     storage: jax.Array
@@ -77,27 +79,29 @@ def sparse_decode_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends to selected regions of a paged KV cache.
 
-    Runs on NVIDIA GPUs as Pallas kernels (JAX's Triton backend) and elsewhere in Pallas' interpreter,
-    inside and outside `jax.jit`; one jitted function lowers for either. Follows the interface of vLLM's
-    Step-5 `sparse_decode_attention`, as a function that returns its result.
+    Runs on NVIDIA GPUs as Pallas kernels (JAX's Triton backend) and elsewhere in Pallas'
+    interpreter, inside and outside `jax.jit`; one jitted function lowers for either. Follows the
+    interface of vLLM's Step-5 `sparse_decode_attention`, as a function that returns its result.
 
     Args:
-        query: `[rows, heads, 192]`, bfloat16 or float16; `rows = requests * query_len * groups`, group
-            fastest; 1 to 16 heads.
-        cache: `[pages, groups, page_size, 384]`, keys then values, in the dtype of `query` or FP8 E4M3
-            (float8_e4m3fn, or uint8 holding it); page size a multiple of 8. Or a `PackedCache`.
-        regions: `[rows, slots]`, int32 or int64. Region `i` is tokens `8i` to `8i + 7` of the request,
-            negative is unused. Only the trailing `position // 8 + 1` slots are read.
+        query: `[rows, heads, 192]`, bfloat16 or float16; `rows = requests * query_len * groups`,
+            group fastest; 1 to 16 heads.
+        cache: `[pages, groups, page_size, 384]`, keys then values, in the dtype of `query` or FP8
+            E4M3 (float8_e4m3fn, or uint8 holding it); page size a multiple of 8. Or a
+            `PackedCache`.
+        regions: `[rows, slots]`, int32 or int64. Region `i` is tokens `8i` to `8i + 7` of the
+            request, negative is unused. Only the trailing `position // 8 + 1` slots are read.
         block_table: `[requests, max_pages]` int32, logical to physical page.
-        positions: `[rows]`, int32 or int64, of the query token, which attends to tokens up to its own.
+        positions: `[rows]`, int32 or int64, of the query token, which attends to tokens up to its
+            own.
         active: `[rows]` bool, false for padding.
-        output: `[rows, heads, 192]`, bfloat16 or float16, or None. Gives the dtype of the result and,
-            without `clear_inactive`, the inactive rows. Donate it to have it written in place.
+        output: `[rows, heads, 192]`, bfloat16 or float16, or None. Gives the dtype of the result
+            and, without `clear_inactive`, the inactive rows. Donate it to have it written in place.
         scale: Multiplies q.k.
         query_len: Query tokens a request.
         splits: Programs that share a row, 1 to 256; None leaves it to `config`.
-        clear_inactive: Inactive rows are exactly zero. If false they keep what `output` holds, or are
-            zero without `output`.
+        clear_inactive: Inactive rows are exactly zero. If false they keep what `output` holds, or
+            are zero without `output`.
         k_scale: One float32 that multiplies FP8 keys; required with an FP8 cache, otherwise unused.
         v_scale: The same for values.
         gate: `[tokens, groups * heads]`, bfloat16, float16 or float32, before its sigmoid; or None.
@@ -105,14 +109,15 @@ def sparse_decode_attention(
         config: Launch settings; None takes `default_config`.
 
     Returns:
-        `[rows, heads, 192]` in the dtype of `output` or `query`; with `return_lse` also the natural-log
-        log-sum-exp of the scaled logits, `[rows, heads]` float32, -inf where nothing is attended.
+        `[rows, heads, 192]` in the dtype of `output` or `query`; with `return_lse` also the
+        natural-log log-sum-exp of the scaled logits, `[rows, heads]` float32, -inf where nothing is
+        attended.
 
     Raises:
         TypeError: A dtype or the type of an argument is wrong.
         ValueError: A shape or an option is wrong, or an FP8 scale is missing.
-        NotImplementedError: The GPU has no FP8 conversion, or an FP8 cache is laid out in odd strides
-            and larger than 2 GiB.
+        NotImplementedError: The GPU has no FP8 conversion, or an FP8 cache is laid out in odd
+            strides and larger than 2 GiB.
     """
     arrays = {
         "query": query,
@@ -195,13 +200,12 @@ def _describe_cache(cache: object) -> ArraySpec:
             check_count(f"cache.{name}", value, 1 if name == "offset_unit" else 0, None)
     pages, page_stride = storage.shape
     _, group_stride, token_stride, _ = strides = cache.strides()
-    reach = (
-        (cache.groups - 1) * group_stride + (cache.page_size - 1) * token_stride + CACHE_DIM
-    )
+    reach = (cache.groups - 1) * group_stride + (cache.page_size - 1) * token_stride + CACHE_DIM
     if reach > page_stride:
         raise ValueError(
-            f"cache: expected groups and tokens inside a page of {page_stride} elements, got groups "
-            f"{cache.groups} * stride {group_stride}, page size {cache.page_size} * stride {token_stride}"
+            f"cache: expected groups and tokens inside a page of {page_stride} elements, got "
+            f"groups {cache.groups} * stride {group_stride}, "
+            f"page size {cache.page_size} * stride {token_stride}"
         )
     _check_offset(cache, page_stride - reach)
     shape = (pages, cache.groups, cache.page_size, CACHE_DIM)

@@ -71,3 +71,28 @@ def _release(version: str) -> tuple[int, ...]:
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
+
+
+# First supported version, first that is no longer, and the extra that brings a framework.
+SUPPORTED: dict[str, tuple[str, str | None, str]] = {
+    "jax": ("0.10.2", "0.13", "jax-cuda13"),
+    "torch": ("2.11", None, "torch"),
+    "triton": ("3.6", None, "torch"),
+}
+
+
+def require_supported(module: str, *, needed_by: str | None = None) -> ModuleType:
+    """Imports a framework in a version that is supported.
+
+    Args:
+        module: "jax", "torch" or "triton".
+        needed_by: What needs it, for the message.
+
+    Raises:
+        MissingDependency: It is not installed.
+        NotImplementedError: Its version is not supported.
+    """
+    oldest, below, extra = SUPPORTED[module]
+    found = require(module, extra=extra, needed_by=needed_by)
+    check_version(module, found.__version__, oldest, below)
+    return found

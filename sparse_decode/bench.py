@@ -1,105 +1,110 @@
-"""Times the paths on a GPU as a decode step meets them: cold caches, captured launches.
+"""What is timed, and how: decode steps with cold caches, as launches in a CUDA graph.
 
-A setting is timed as a CUDA graph of `SETS` launches over as many sets of (query, regions, block table),
-whose pages lie at random in a pool far larger than the L2. Every path's output is held to the oracle
-before it is timed.
+A setting is timed as a CUDA graph of `SETS` launches over as many sets of (query, regions, block
+table), whose pages lie at random in a pool far larger than the L2. Every path's output is held to
+the oracle before it is timed. `bench_suites` names the settings, `bench_run` measures them and
+`bench_report` shows the results.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from sparse_decode.bench_suites import Setting
 from sparse_decode.call import Call
 from sparse_decode.contract import CACHE_DIM, HEAD_DIM, REGION_TOKENS
 from sparse_decode.tolerance import Limits, judge, limits
 from sparse_decode.torch_arrays import to_numpy
 
+__all__ = [
+    "POOL_BYTES",
+    "SCALE",
+    "SETS",
+    "Setting",
+    "Time",
+    "Workload",
+    "blueprint",
+    "graph_microseconds",
+    "random_pool",
+]
+
 SETS = 16
 POOL_BYTES = 24 << 30
+SCALE = HEAD_DIM**-0.5
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is timed.
+class Time(NamedTuple):
+    """Time of one launch in microseconds.
 
     Attributes:
-        cache: "float8_e4m3fn", "bfloat16" or "float16".
-        requests: Requests in the batch.
-        heads, groups, query_len, slots, page_size: As in the contract.
-        context: Tokens of each request.
-        inactive: Share of the requests that is padding.
+        median: Of all replays.
+        spread: Distance between the quartiles.
     """
 
-    cache: str
-    requests: int
-    heads: int = 8
-    groups: int = 1
-    query_len: int = 1
-    slots: int = 513
-    page_size: int = 64
-    context: int = 65536
-    inactive: float = 0.0
-
-    @property
-    def rows(self) -> int:
-        """Rows of the call."""
-        return self.requests * self.query_len * self.groups
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of keys and values that active rows attend to."""
-        live = min(self.slots, (self.context - 1) // REGION_TOKENS + 1)
-        size = 1 if self.cache == "float8_e4m3fn" else 2
-        return self.rows * (1 - self.inactive) * live * REGION_TOKENS * CACHE_DIM * size
+    median: float
+    spread: float
 
 
 class Workload:
-    """The tensors of a setting on the current GPU: `SETS` calls over one pool of pages."""
+    """The tensors of a setting: calls that differ in query, regions and block table.
 
-    def __init__(self, setting: Setting, pool: torch.Tensor, seed: int = 0) -> None:
-        generator = torch.Generator("cuda").manual_seed(seed)
+    Args:
+        setting: What is timed.
+        pool: Bytes with the cache's content, from `random_pool`; everything is made on its device.
+        seed: Of the random numbers.
+        sets: Number of calls.
+
+    Raises:
+        ValueError: The pool does not hold a single page.
+    """
+
+    def __init__(
+        self, setting: Setting, pool: torch.Tensor, seed: int = 0, sets: int = SETS
+    ) -> None:
+        device = pool.device
+        generator = torch.Generator(device).manual_seed(seed)
         dtype = getattr(torch, setting.cache)
-        fp8 = setting.cache == "float8_e4m3fn"
-        query_dtype = torch.bfloat16 if fp8 else dtype
         page = setting.groups * setting.page_size * CACHE_DIM
-        pool = pool.view(dtype)
-        pages = pool.numel() // page
+        pages = pool.numel() // (page * dtype.itemsize)
+        if not pages:
+            raise ValueError(
+                f"pool: expected at least {page * dtype.itemsize} bytes, got {pool.numel()}"
+            )
         self.setting = setting
-        self.cache = pool[: pages * page].view(
-            pages, setting.groups, setting.page_size, CACHE_DIM
+        self.cache = (
+            pool[: pages * page * dtype.itemsize]
+            .view(dtype)
+            .view(pages, setting.groups, setting.page_size, CACHE_DIM)
         )
-        rows, requests = setting.rows, setting.requests
-        last = torch.arange(setting.query_len, device="cuda") + setting.context - setting.query_len
-        self.positions = last.repeat(requests).repeat_interleave(setting.groups)
-        active = torch.arange(requests, device="cuda") >= round(requests * setting.inactive)
+        rows, requests, context = setting.rows, setting.requests, setting.context
+        first = context - setting.query_len
+        tokens = torch.arange(first, context, device=device)
+        self.positions = tokens.repeat(requests).repeat_interleave(setting.groups)
+        active = torch.arange(requests, device=device) >= requests - setting.active_requests
         self.active = active.repeat_interleave(rows // requests)
-        one = torch.ones((), dtype=torch.float32, device="cuda")
-        self.k_scale, self.v_scale = (one * 0.02, one * 0.03) if fp8 else (None, None)
-        max_pages = -(-setting.context // setting.page_size)
-        history = (setting.context - 1) // REGION_TOKENS
-        live = min(setting.slots, history + 1)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        self.k_scale, self.v_scale = (one * 0.02, one * 0.03) if setting.fp8 else (None, None)
+        query_dtype = torch.bfloat16 if setting.fp8 else dtype
+        max_pages = -(-context // setting.page_size)
+        # Whole regions before all tokens of a request, and always the current one.
+        history = first // REGION_TOKENS
+        live = setting.live_slots
         self.sets: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._allowed: dict[int, tuple[Limits, slice]] = {}
-        for _ in range(SETS):
-            query = torch.randn(
-                rows, setting.heads, HEAD_DIM, device="cuda", generator=generator
-            ).to(query_dtype)
-            table = torch.stack(
-                [
-                    torch.randint(pages, (max_pages,), device="cuda", generator=generator)
-                    for _ in range(requests)
-                ]
-            ).int()
-            scores = torch.rand(rows, history + 1, device="cuda", generator=generator)
+        for _ in range(sets):
+            query = torch.randn(rows, setting.heads, HEAD_DIM, device=device, generator=generator)
+            table = torch.randint(pages, (requests, max_pages), device=device, generator=generator)
+            scores = torch.rand(rows, history + 1, device=device, generator=generator)
             scores[:, -1] = 2
-            regions = torch.full((rows, setting.slots), -1, dtype=torch.int64, device="cuda")
+            regions = torch.full((rows, setting.slots), -1, dtype=torch.int64, device=device)
             regions[:, setting.slots - live :] = scores.topk(live, sorted=False).indices
-            self.sets.append((query, regions, table))
+            self.sets.append((query.to(query_dtype), regions, table.int()))
 
     def output(self) -> torch.Tensor:
         """A new output buffer that holds NaN."""
@@ -119,30 +124,45 @@ class Workload:
             "v_scale": self.v_scale,
         }
 
+    def call(self, index: int, output: torch.Tensor) -> dict[str, Any]:
+        """All arguments of one set, but for the splits."""
+        options = {"output": output, "scale": SCALE, "query_len": self.setting.query_len}
+        return {**self.arguments(index), **options}
+
     def sample(self, index: int, request: int) -> tuple[Call, slice]:
         """One request of a set as a call of its own, with only the pages that it uses."""
-        setting = self.setting
         query, regions, table = self.sets[index]
-        each = setting.rows // setting.requests
+        each = self.setting.rows // self.setting.requests
         rows = slice(request * each, (request + 1) * each)
         used, renamed = torch.unique(table[request].long(), return_inverse=True)
+        cache = self.cache.view(torch.uint8)[used].view(self.cache.dtype)
         call = Call(
             query=to_numpy(query[rows]),
-            cache=to_numpy(self.cache[used]),
+            cache=to_numpy(cache),
             regions=to_numpy(regions[rows]),
             block_table=to_numpy(renamed.int())[None],
             positions=to_numpy(self.positions[rows]),
             active=to_numpy(self.active[rows]),
             k_scale=None if self.k_scale is None else to_numpy(self.k_scale),
             v_scale=None if self.v_scale is None else to_numpy(self.v_scale),
-            query_len=setting.query_len,
+            query_len=self.setting.query_len,
         )
         return call, rows
 
     def fault(self, run: Callable[..., object], samples: Sequence[int] = (0, -1)) -> str | None:
-        """What is wrong with a path's result, in words; None if all samples are within tolerance."""
+        """What is wrong with a path's result on the first set.
+
+        Args:
+            run: The path; takes `arguments` and `output`.
+            samples: Requests that are held to the oracle. All others have to be finite.
+
+        Returns:
+            The fault in words; None if there is none.
+        """
         output = self.output()
         run(**self.arguments(0), output=output)
+        if not output.isfinite().all():
+            return "the output is not finite everywhere"
         for request in samples:
             request %= self.setting.requests
             if request not in self._allowed:
@@ -155,10 +175,37 @@ class Workload:
         return None
 
 
-def random_pool(cache: str, size: int = POOL_BYTES) -> torch.Tensor:
-    """`size` bytes of random cache content without NaN or infinity, as uint8."""
-    pool = torch.empty(size, dtype=torch.uint8, device="cuda")
-    block = torch.randn(1 << 26, device="cuda")
+def blueprint(setting: Setting, pool_bytes: int = POOL_BYTES) -> dict[str, Any]:
+    """What `Workload.call` returns, without memory: the tensors are on the meta device."""
+    rows, requests = setting.rows, setting.requests
+    dtype = getattr(torch, setting.cache)
+    page = (setting.groups, setting.page_size, CACHE_DIM)
+    pages = pool_bytes // (math.prod(page) * dtype.itemsize)
+    query = (rows, setting.heads, HEAD_DIM), torch.bfloat16 if setting.fp8 else dtype
+    described = {
+        "query": query,
+        "cache": ((pages, *page), dtype),
+        "regions": ((rows, setting.slots), torch.int64),
+        "block_table": ((requests, -(-setting.context // setting.page_size)), torch.int32),
+        "positions": ((rows,), torch.int64),
+        "active": ((rows,), torch.bool),
+        "output": query,
+        "k_scale": ((), torch.float32) if setting.fp8 else None,
+        "v_scale": ((), torch.float32) if setting.fp8 else None,
+    }
+    tensors = {
+        name: entry and torch.empty(entry[0], dtype=entry[1], device="meta")
+        for name, entry in described.items()
+    }
+    return {**tensors, "scale": SCALE, "query_len": setting.query_len}
+
+
+def random_pool(
+    cache: str, size: int = POOL_BYTES, device: torch.device | str = "cuda"
+) -> torch.Tensor:
+    """Random cache content without NaN or infinity, as bytes."""
+    pool = torch.empty(size, dtype=torch.uint8, device=device)
+    block = torch.randn(min(1 << 26, size), device=device)
     block = (block * 50 if cache == "float8_e4m3fn" else block).to(getattr(torch, cache))
     block = block.view(torch.uint8)
     for begin in range(0, size, block.numel()):
@@ -167,35 +214,45 @@ def random_pool(cache: str, size: int = POOL_BYTES) -> torch.Tensor:
     return pool
 
 
-def graph_microseconds(launch: Callable[[int], object], replays: int = 30) -> tuple[float, float]:
-    """Time of one launch inside a CUDA graph of `SETS` launches.
+def graph_microseconds(
+    launch: Callable[[int], object], replays: int = 30, sets: int = SETS
+) -> Time:
+    """Time of one launch inside a CUDA graph of `sets` launches.
 
     Args:
         launch: Launches set `index`.
         replays: Timed replays of the graph.
-
-    Returns:
-        Median and the distance between the quartiles, in microseconds.
+        sets: Launches in the graph.
     """
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         launch(0)
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(SETS):
+        for index in range(sets):
             launch(index)
     for _ in range(3):
         graph.replay()
+    return time_of(event_microseconds(graph.replay, replays), sets)
+
+
+def event_microseconds(run: Callable[[], object], times: int) -> list[float]:
+    """Time between two events around each of several runs, in microseconds."""
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(replays)
+        for _ in range(times)
     ]
     for begin, end in events:
         begin.record()
-        graph.replay()
+        run()
         end.record()
     torch.cuda.synchronize()
-    times = np.array([begin.elapsed_time(end) for begin, end in events]) * 1000 / SETS
-    low, high = np.quantile(times, (0.25, 0.75))
-    return float(statistics.median(times)), float(high - low)
+    return [begin.elapsed_time(end) * 1000 for begin, end in events]
+
+
+def time_of(microseconds: Sequence[float], each: int = 1) -> Time:
+    """Median and distance between the quartiles of measurements of `each` launches."""
+    low, middle, high = np.quantile(np.array(microseconds) / each, (0.25, 0.5, 0.75))
+    return Time(float(middle), float(high - low))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +35,12 @@ class Call:
     splits: int | None = None
     clear_inactive: bool = True
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Any]:
         """The arrays that are present, by name."""
         named = {name: getattr(self, name) for name in ARRAY_NAMES}
         return {name: array for name, array in named.items() if array is not None}
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """The options that are no arrays, by name."""
         names = (f.name for f in dataclasses.fields(self) if f.name not in ARRAY_NAMES)
         return {name: getattr(self, name) for name in names}
@@ -67,11 +68,12 @@ def page_storage(cache: np.ndarray) -> tuple[np.ndarray, int, tuple[int, ...]]:
     """The dense memory that a cache view lies in.
 
     Args:
-        cache: `[pages, groups, page_size, 384]`, a view of a larger dense array or an array of its own.
+        cache: `[pages, groups, page_size, 384]`, a view of a larger dense array or an array of its
+            own.
 
     Returns:
-        `(storage, offset, strides)`: `[pages, page stride]`, where in each page the view begins, and
-        the view's strides, all in elements.
+        `(storage, offset, strides)`: `[pages, page stride]`, where in each page the view begins,
+        and the view's strides, all in elements.
 
     Raises:
         ValueError: The last page of the view ends past the memory that it is a view of.
@@ -89,7 +91,9 @@ def page_storage(cache: np.ndarray) -> tuple[np.ndarray, int, tuple[int, ...]]:
     first = begin - begin % strides[0]
     end = first + cache.shape[0] * strides[0]
     if end > flat.size:
-        raise ValueError(f"cache: expected whole pages up to element {end}, got {flat.size} elements")
+        raise ValueError(
+            f"cache: expected whole pages up to element {end}, got {flat.size} elements"
+        )
     return flat[first:end].reshape(-1, strides[0]), begin - first, strides
 
 

@@ -39,7 +39,8 @@ class Capture:
     """A recorded call.
 
     Attributes:
-        call: The inputs and options. Its `output` is None: a capture holds the output after the call.
+        call: The inputs and options. Its `output` is None: a capture holds the output after the
+            call.
         output: `[rows, heads, 192]` as recorded, or None.
         source: Where it was recorded, in words.
     """
@@ -97,7 +98,9 @@ def load(path: str | os.PathLike[str]) -> Capture:
         with safetensors.safe_open(path, "np") as file:
             metadata = file.metadata() or {}
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: expected a safetensors file, got one that says: {error}") from error
+        raise ValueError(
+            f"{path}: expected a safetensors file, got one that says: {error}"
+        ) from error
     unknown = sorted(set(tensors) - set(ARRAY_NAMES))
     missing = [name for name in _REQUIRED if name not in tensors]
     missing += [] if "scale" in metadata else ["scale (metadata)"]
@@ -152,4 +155,3 @@ def _option(path: Path, name: str, text: str, kind: type) -> object:
     if type(value) is not kind:
         raise ValueError(f"{path}: {name}: expected {kind.__name__} as text, got {text!r}")
     return value
-

@@ -1,16 +1,16 @@
 """The frozen case list that tests, the command line and benchmarks share.
 
 A `Case` names a call by its traits; `build` draws its arrays from the case's own seed. Whatever the
-contract says must not matter is poisoned: pages, tokens and lines that are not attended hold NaN, dead
-slots and table entries hold garbage ids, and the output buffer holds NaN before the call.
+contract says must not matter is poisoned: pages, tokens and lines that are not attended hold NaN,
+dead slots and table entries hold garbage ids, and the output buffer holds NaN before the call.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from sparse_decode.call import Call
@@ -40,8 +40,8 @@ class Case:
         masked: Share of the live slots, from and to, that is set to unused.
         repeated: Whether every id of a row is the current region.
         outside: Whether a third of the ids and some table entries point outside the cache.
-        layout: "dense", "packed" (pages stand apart and begin inside a larger page) or "token_major"
-            (groups inside tokens, `[pages, page_size, groups, 384]` in memory).
+        layout: "dense", "packed" (pages stand apart and begin inside a larger page) or
+            "token_major" (groups inside tokens, `[pages, page_size, groups, 384]` in memory).
         strided: Whether query, regions, block_table, gate and output are padded views.
         logit_size: Standard deviation of the scaled logits, about.
         value_scale: Standard deviation of the values, about.
@@ -72,8 +72,8 @@ class Case:
     value_scale: float = 1.0
 
 
-BF16 = {"cache": "bfloat16", "query": "bfloat16"}
-FP16 = {"cache": "float16", "query": "float16"}
+BF16: dict[str, Any] = {"cache": "bfloat16", "query": "bfloat16"}
+FP16: dict[str, Any] = {"cache": "float16", "query": "float16"}
 
 CASES = (
     Case("fp8", (200, 77, 130)),

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        0 if all is well, 1 if a path is out of tolerance or none can run, 2 for bad arguments or files.
+        0 if all is well, 1 if a path is out of tolerance or none can run, 2 for bad arguments or
+        files.
     """
     parser = argparse.ArgumentParser(prog="python -m sparse_decode", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
@@ -39,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parity = commands.add_parser(
         "parity",
         help="run every path that can run here and compare it with the float64 oracle",
-        description="Runs captures (files written by sparse_decode.captures.save), or without any a "
-        f"short list of built-in cases: {', '.join(SHORT)}.",
+        description="Runs captures (files written by sparse_decode.captures.save), or without any "
+        f"a short list of built-in cases: {', '.join(SHORT)}.",
     )
     parity.add_argument("captures", nargs="*", metavar="CAPTURE", type=Path)
     parity.add_argument("--all", action="store_true", help="all built-in cases, not the short list")

@@ -1,7 +1,7 @@
 """The paged layout contract: what a call of `sparse_decode_attention` must look like.
 
-Every path describes its arrays as `ArraySpec`s and hands them to `check_call`, which either raises an
-error that names the argument or returns the `Geometry` that launches are made from.
+Every path describes its arrays as `ArraySpec`s and hands them to `check_call`, which either raises
+an error that names the argument or returns the `Geometry` that launches are made from.
 """
 
 from __future__ import annotations
@@ -267,9 +267,10 @@ def check_call(
         "v_scale": v_scale if fp8 else None,
     }
     for name, spec in described.items():
-        if spec is not None and None not in (spec.device, query.device):
-            if spec.device != query.device:
-                _wrong(name, f"device {query.device}, where query is", f"device {spec.device}")
+        if spec is None or None in (spec.device, query.device):
+            continue
+        if spec.device != query.device:
+            _wrong(name, f"device {query.device}, where query is", f"device {spec.device}")
 
     return Geometry(
         rows=rows,

@@ -1,8 +1,8 @@
 """The float64 oracle: what a call must compute, slowly and plainly, in NumPy.
 
 `evaluate` follows the contract in float64; `evaluate(..., plain=True)` is the same walk as a plain
-program of the cache's arithmetic would do it (float32 sums over 16-bit operands), whose error sets the
-scale of the tolerances.
+program of the cache's arithmetic would do it (float32 sums over 16-bit operands), whose error sets
+the scale of the tolerances.
 """
 
 from __future__ import annotations

@@ -50,14 +50,14 @@ def check(
 ) -> Iterator[Result]:
     """Runs a call on every given path and judges each result.
 
-    A path that does not implement something the call needs (`NotImplementedError`) is out of tolerance
-    with that as its fault.
+    A path that does not implement something the call needs (`NotImplementedError`) is out of
+    tolerance with that as its fault.
 
     Args:
         subject: Name for the results.
         call: The call.
-        recorded: `[rows, heads, 192]`, output of another implementation for the same call; it is judged
-            as well, as the path "recorded".
+        recorded: `[rows, heads, 192]`, output of another implementation for the same call; it is
+            judged as well, as the path "recorded".
         paths: Paths with their modes; by default `runnable()`.
     """
     if recorded is not None:
@@ -77,7 +77,9 @@ def check(
             verdict, difference = Verdict(np.inf, np.inf, None, f"not implemented: {error}"), None
         else:
             verdict = judge(allowed, outcome.output, outcome.lse, outcome.before)
-            difference = None if recorded is None else _difference(allowed, outcome.output, recorded)
+            difference = (
+                None if recorded is None else _difference(allowed, outcome.output, recorded)
+            )
         yield Result(subject, path.name, mode, verdict, difference, time.perf_counter() - began)
 
 

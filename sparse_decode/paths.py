@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_decode._require import MissingDependency, check_version, require
+from sparse_decode._require import MissingDependency, require_supported
 from sparse_decode.call import Call, page_storage
-
-SUPPORTED = {"jax": ("0.10.2", "0.13"), "torch": ("2.11", None), "triton": ("3.6", None)}
 
 
 @dataclass(frozen=True)
@@ -65,22 +63,10 @@ class Path:
     run: Callable[[Call], Outcome]
 
 
-def version_of(module: str) -> str:
-    """The version of an installed framework.
-
-    Raises:
-        MissingDependency: It is not installed.
-        NotImplementedError: Its version is not supported.
-    """
-    found = require(module, extra="jax-cuda13" if module == "jax" else "torch").__version__
-    check_version(module, found, *SUPPORTED[module])
-    return found
-
-
 def _missing(*modules: str) -> str | None:
     try:
         for module in modules:
-            version_of(module)
+            require_supported(module)
     except (MissingDependency, NotImplementedError) as error:
         return str(error)
     return None
@@ -120,7 +106,9 @@ def _jax_arrays(call: Call) -> Iterator[dict[str, Any]]:
 
     wide = "int64" in (call.regions.dtype.name, call.positions.dtype.name)
     with jax.enable_x64(wide):
-        arrays = {name: jax.numpy.asarray(a) for name, a in call.arrays().items() if name != "cache"}
+        arrays = {
+            name: jax.numpy.asarray(a) for name, a in call.arrays().items() if name != "cache"
+        }
         if call.cache.flags.c_contiguous:
             arrays["cache"] = jax.numpy.asarray(call.cache)
         else:
@@ -151,15 +139,19 @@ def _run_pallas(call: Call) -> Outcome:
 
 
 def _both_status() -> Status:
+    """Both frameworks in one process; PyTorch's status where they can meet."""
     pallas, torch = _jax_status(), _torch_status()
     for status in (torch, pallas):
         if not status.mode:
             return status
-    if "native" not in (pallas.mode, torch.mode):
-        return pallas
     if pallas.mode != torch.mode:
-        return Status(None, f"one framework runs natively, the other not: {pallas}, {torch}")
+        return Status(None, f"on different devices: {pallas.reason}, {torch.reason}")
     return torch
+
+
+def _dlpack_status() -> Status:
+    both = _both_status()
+    return _jax_status() if both.mode else both
 
 
 def _direct_status() -> Status:
@@ -167,7 +159,9 @@ def _direct_status() -> Status:
     if missing := _missing("jax", "torch", "triton"):
         return Status(None, missing)
     if torch.mode != "native":
-        return Status(None, "no CUDA GPU is visible; the kernels are launched without an interpreter")
+        return Status(
+            None, "no CUDA GPU is visible; the kernels are launched without an interpreter"
+        )
     return torch
 
 
@@ -225,6 +219,6 @@ PATHS = (
     Path("pallas", "Pallas kernels in JAX", _jax_status, _run_pallas),
     Path("triton", "Triton kernels in PyTorch", _torch_status, _run_triton),
     Path("direct", "Pallas kernels on PyTorch's stream", _direct_status, _run_direct),
-    Path("dlpack", "Pallas kernels in JAX, PyTorch's tensors", _both_status, _run_dlpack),
+    Path("dlpack", "Pallas kernels in JAX, PyTorch's tensors", _dlpack_status, _run_dlpack),
     Path("triton-on-jax", "Triton kernels, JAX's arrays", _both_status, _run_triton_on_jax),
 )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sparse_decode.contract import (
-    CACHE_DIM,
     HEAD_DIM,
     MAX_SPLITS,
     REGION_TOKENS,
@@ -72,10 +71,11 @@ _LEGAL = {
 def default_config(geometry: Geometry) -> Config:
     """Settings for a call's sizes, as sweeps on an H200 found them.
 
-    Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are those
-    with the least estimated time: rounds of that many programs, each as long as its tiles and the
-    fixed cost of a program, which is that of about four tiles. Where two programs or fewer come to a
-    multiprocessor, each takes four warps to be done sooner.
+    Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
+    those with the least estimated time: rounds of that many programs, each as long as its tiles and
+        the
+    fixed cost of a program, which is that of about four tiles. Where two programs or fewer come to
+    a multiprocessor, each takes four warps to be done sooner.
     """
     tiles = -(-geometry.slots * REGION_TOKENS // 64)
     at_once = 4 * 132
@@ -101,7 +101,8 @@ def default_config(geometry: Geometry) -> Config:
 class Plan:
     """Everything static about one launch of the Pallas kernels.
 
-    Strides count elements of the buffer they belong to; where `words`, those of the cache count words.
+    Strides count elements of the buffer they belong to; where `words`, those of the cache count
+    words.
 
     Attributes:
         geometry: Sizes of the call; the splits of `config` hold.
@@ -119,8 +120,8 @@ class Plan:
         output_strides: (row, head).
         gate_strides: (token, head); (0, 0) without a gate.
         shapes: Shape of each buffer that is laid out in lines, by name.
-        offset_unit: The cache begins at an offset into its buffer that is an operand and a multiple of
-            this many elements of the cache; 0 if there is no such operand.
+        offset_unit: The cache begins at an offset into its buffer that is an operand and a multiple
+            of this many elements of the cache; 0 if there is no such operand.
         last_offset: Largest offset at which a page of the cache ends inside its page of the buffer.
         dependent_launch: Wait for the preceding kernel inside this one (sm_90 and newer).
         interpret: Run in Pallas' interpreter.

@@ -16,8 +16,8 @@ from sparse_decode.parity import Result, versions
 from sparse_decode.paths import PATHS
 
 TOLERANCE_RULE = (
-    "tolerance: for each row and head, twice the error of a plain program of the same arithmetic plus "
-    "its rounding floor; 'share' is the largest part of it that was used"
+    "tolerance: for each row and head, twice the error of a plain program of the same arithmetic "
+    "plus its rounding floor; 'share' is the largest part of it that was used"
 )
 
 
@@ -57,7 +57,9 @@ def status_table() -> Table:
     table.add_column("on, or why not", overflow="fold")
     for path in PATHS:
         status = path.status()
-        table.add_row(path.name, path.summary, status.mode or "[bold red]no[/]", escape(status.reason))
+        table.add_row(
+            path.name, path.summary, status.mode or "[bold red]no[/]", escape(status.reason)
+        )
     return table
 
 
@@ -67,9 +69,7 @@ def write_json(path: str | os.PathLike[str], results: Sequence[Result]) -> None:
         "versions": versions(),
         "paths": {path.name: dataclasses.asdict(path.status()) for path in PATHS},
         "tolerance": TOLERANCE_RULE,
-        "results": [
-            {**dataclasses.asdict(result), "ok": result.verdict.ok} for result in results
-        ],
+        "results": [{**dataclasses.asdict(result), "ok": result.verdict.ok} for result in results],
     }
     replace_file(path, json.dumps(_finite(document), indent=1).encode() + b"\n")
 

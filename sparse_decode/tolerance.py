@@ -1,8 +1,8 @@
 """One rule for every comparison: how far a result may be from the float64 oracle.
 
-A result may err by twice what a plain program of the same arithmetic errs, plus a floor derived from
-the rounding points that every program has: its 16-bit probabilities, its float32 logits and its output.
-Limits are taken for each (row, head), never over the whole array.
+A result may err by twice what a plain program of the same arithmetic errs, plus a floor derived
+from the rounding points that every program has: its 16-bit probabilities, its float32 logits and
+its output. Limits are taken for each (row, head), never over the whole array.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def limits(call: Call) -> Limits:
             + tiny
         )
         plain_lse_error = np.abs(plain.lse - reference.lse)
-        lse = 2 * _finite(plain_lse_error) + logits + 4 * FLOAT32_EPS * (
-            1 + np.abs(_finite(reference.lse))
+        lse = (
+            2 * _finite(plain_lse_error)
+            + logits
+            + 4 * FLOAT32_EPS * (1 + np.abs(_finite(reference.lse)))
         )
     return Limits(reference, output, lse)
 
@@ -133,9 +135,8 @@ def _compare(
     fault = None
     if share[worst] > 1:
         where = tuple(int(i) for i in worst)
-        fault = (
-            f"off by {error[worst]:.3g} where {error[worst] / share[worst]:.3g} is allowed, at {where}"
-        )
+        allowed_there = error[worst] / share[worst]
+        fault = f"off by {error[worst]:.3g} where {allowed_there:.3g} is allowed, at {where}"
     return float(error.max()), float(share[worst]), fault
 
 

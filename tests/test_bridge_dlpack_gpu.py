@@ -129,17 +129,25 @@ def test_int64_as_words() -> None:
     np.testing.assert_array_equal(words, tensor.cpu().numpy().view(np.int32))
 
 
-@pytest.mark.parametrize("bytes_off", [4, 8])
+@pytest.mark.parametrize("bytes_off", [4, 8, 16])
 def test_misaligned(bytes_off: int) -> None:
     tensor = torch.zeros(64, device="cuda")[bytes_off // 4 :]
-    with pytest.raises(ZeroCopyError, match=r"not a multiple of 16.*clone"):
+    with pytest.raises(ZeroCopyError, match=r"not a multiple of 32.*Pallas.*clone"):
         to_jax(tensor)
 
 
-def test_16_bytes_are_enough() -> None:
+@pytest.mark.parametrize("bytes_off", [4, 8])
+def test_misaligned_for_xla(bytes_off: int) -> None:
+    tensor = torch.zeros(64, device="cuda")[bytes_off // 4 :]
+    with pytest.raises(ZeroCopyError, match=r"not a multiple of 16.*XLA.*clone"):
+        to_jax(tensor, for_kernels=False)
+
+
+def test_16_bytes_are_enough_for_xla() -> None:
     tensor = torch.arange(64.0, device="cuda")[4:]
-    same(to_jax(tensor), tensor)
-    assert jax.jit(lambda x: x.sum())(to_jax(tensor)) == tensor.sum().item()
+    same(to_jax(tensor, for_kernels=False), tensor)
+    total = jax.jit(lambda x: x.sum())(to_jax(tensor, for_kernels=False))
+    assert total == tensor.sum().item()
 
 
 def test_layers_share_one_array_and_one_program() -> None:

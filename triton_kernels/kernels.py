@@ -23,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparse_decode import contract
 
-# Four stages let the loads of a tile's indices run ahead of those of its lines. Fusion is what Triton
-# has always done; from 3.9 on it wants to be asked for.
+# Four stages let the loads of a tile's indices run ahead of those of its lines. Fusion is what
+# Triton has always done; from 3.9 on it wants to be asked for.
 OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)

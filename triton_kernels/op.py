@@ -263,7 +263,9 @@ def _check_device(device: torch.device, fp8: bool) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         raise NotImplementedError(f"query: expected an NVIDIA GPU, got {device}")
     capability = torch.cuda.get_device_capability(device)
-    oldest, use = (contract.FP8_CAPABILITY, "an FP8 cache") if fp8 else (OLDEST_CAPABILITY, "Triton")
+    oldest, use = (
+        (contract.FP8_CAPABILITY, "an FP8 cache") if fp8 else (OLDEST_CAPABILITY, "Triton")
+    )
     if capability < oldest:
         raise NotImplementedError(
             f"{'cache' if fp8 else 'query'}: {use} needs compute capability "
