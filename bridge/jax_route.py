@@ -89,8 +89,7 @@ def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
     program = call.jitted.get((unit, shape))
     if program is None:
         program = call.jitted.setdefault((unit, shape), _program(call, tensors, unit))
-    alignment = XLA_ALIGNMENT["cpu"] if on_cpu else PALLAS_TRITON_ALIGNMENT
-    output, *others = [_view(it, tensors[it.name], alignment) for it in program.inputs]
+    output, *others = [_view(it, tensors[it.name], on_cpu) for it in program.inputs]
     # Imports own nothing, so that all are kept but the one that is donated; it carries the fence.
     arrays = _IMPORTS.borrow([output], others)
     if unit:
@@ -160,12 +159,14 @@ def _input(plan: Plan, name: str, tensor: torch.Tensor) -> _Input:
     return _Input(name, lines, None if tensor.dtype in (dtype, torch.int64) else dtype)
 
 
-def _view(it: _Input, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+def _view(it: _Input, tensor: torch.Tensor, on_cpu: bool) -> torch.Tensor:
     """The tensor's memory as it is lent."""
+    alignment = XLA_ALIGNMENT["cpu"] if on_cpu else PALLAS_TRITON_ALIGNMENT
+    way_out = "use a copy" if on_cpu else 'use route="direct", or a copy'
     if tensor.data_ptr() % alignment:
         raise ZeroCopyError(
             f"{it.name}: expected an address that is a multiple of {alignment} bytes, got "
-            f'{tensor.data_ptr():#x}; use route="direct", or a copy'
+            f"{tensor.data_ptr():#x}; {way_out}"
         )
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -175,7 +176,7 @@ def _view(it: _Input, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
         except RuntimeError as error:
             raise ZeroCopyError(
                 f"{it.name}: its last line ends past its storage, so that JAX cannot take it as "
-                f'whole lines of {it.lines[1]} elements; use route="direct", or a copy'
+                f"whole lines of {it.lines[1]} elements; {way_out}"
             ) from error
     return tensor if it.dtype is None else tensor.view(it.dtype)
 

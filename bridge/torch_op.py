@@ -70,5 +70,6 @@ def _trace(*args: Any, **kwargs: Any) -> None:
     numbers = [number for key in keys if key for number in (*key[0], *key[1])]
     if all(isinstance(number, int) for number in numbers):
         op._check(keys, *options)
-    if tensors[0].device.type == "cpu":
-        op._check_device(tensors[0].device, options[4], fp8=False)
+    device = tensors[0].device  # type: ignore[union-attr]
+    if device.type == "cpu":
+        op._check_device(device, options[4], fp8=False)

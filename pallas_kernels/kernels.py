@@ -146,7 +146,7 @@ def _load_lines(plan: Plan, cache_ref, page, element, valid, first: int) -> list
         at = cache_ref.at[
             _line(page, plan.cache_strides[0])[:, None], element[:, None] + column[None, :]
         ]
-        tile = plt.load(at, mask=valid[:, None], other=0)
+        tile = plt.load(at, mask=valid[:, None], other=jnp.zeros((), cache_ref.dtype))
         if plan.words:
             tiles += _decode(plan, tile)
         else:

@@ -1,7 +1,7 @@
-"""The two floors: what a copy moves, and a kernel that reads the same lines and does nothing else."""
+"""The two floors: what a copy moves, and what a kernel needs that only reads the same lines."""
 
 # Type checkers cannot follow Triton's language.
-# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparse_decode.contract import CACHE_DIM, REGION_TOKENS
 
 COPY_BYTES = 4 << 30
 
-# (tokens a tile, warps, stages); 1 stage leaves the loop without a pipeline. Small tiles and one warp
-# are best for FP8; lines of 768 bytes want more in flight.
+# (tokens a tile, warps, stages); with 1 stage the loop has no pipeline. Small tiles of one warp are
+# best for FP8; lines of 768 bytes want more in flight.
 SHAPES = (
     (8, 1, 1),
     (16, 1, 1),
@@ -79,7 +79,7 @@ def _gather(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Reads a share of a row's lines, seen as int32 words, and sums them up; grid (rows, splits)."""
+    """Reads a share of a row's lines as int32 words and adds them up; grid (rows, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     if not tl.load(active_ptr + row):
@@ -132,6 +132,7 @@ def launcher(workload: Workload, shape: tuple[int, int, int], splits: int) -> Ca
             STAGES=stages,
             num_warps=warps,
             num_stages=stages,
+            enable_fp_fusion=True,
         )
 
     return launch

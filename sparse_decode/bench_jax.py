@@ -33,8 +33,7 @@ def _loop(setting: Setting, sets: int, attend: bool) -> Callable[..., Any]:
     def run(stacked: tuple[jax.Array, ...], shared: dict[str, jax.Array]) -> Any:
         def body(turn, _):
             query, regions, table = (
-                lax.dynamic_index_in_dim(array, turn % sets, keepdims=False)
-                for array in stacked
+                lax.dynamic_index_in_dim(array, turn % sets, keepdims=False) for array in stacked
             )
             if attend:
                 query = sparse_decode_attention(

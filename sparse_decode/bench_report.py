@@ -22,17 +22,16 @@ CURVES = {
     "pallas": ("Pallas, launched directly", "#1565c0", "-", "o"),
 }
 LEGEND = (
-    "Microseconds a launch, median and interquartile distance of replays. 'split' is the first Pallas "
-    "kernel launched alone, 'rest' what the whole takes longer. 'host' is an eager call. 'in JAX' is "
-    "inside a jitted program."
+    "Microseconds a launch: median and interquartile distance of replays. 'split' is the first "
+    "Pallas kernel\nlaunched alone, 'rest' what both take longer; 'in JAX' is inside a jitted "
+    "program; 'host' is an eager call."
 )
 
 
 def table(document: Mapping[str, Any]) -> Table:
     """A table with one line for each setting."""
     peers = [name for name, status in document["peers"].items() if status == "measured"]
-    absent = [f"{name} {status}" for name, status in document["peers"].items()]
-    absent = [text for name, text in zip(document["peers"], absent, strict=True) if name not in peers]
+    absent = [f"{name} {why}" for name, why in document["peers"].items() if name not in peers]
     caption = escape("\n".join([LEGEND, *absent, _where(document)]))
     view = Table(caption=caption, caption_justify="left", title_justify="left")
     view.add_column("setting", overflow="fold")
@@ -71,6 +70,16 @@ def line(result: Mapping[str, Any]) -> str:
     floors = _number(result["streaming"]), _number((result["gather"] or {}).get("median"))
     ratio = f", ratio {result['ratio']:.2f}" if "ratio" in result else ""
     return f"{result['name']}: floors {' and '.join(floors)}, {paths}{ratio}"
+
+
+def faults(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the results of this package's paths, in words."""
+    return [
+        f"{result['name']}, {name}: {result['paths'][name]['fault']}"
+        for result in document["results"]
+        for name in ("triton", "pallas")
+        if result["paths"][name]["fault"]
+    ]
 
 
 def _where(document: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sparse_decode import bridge, plan, torch_arrays
+from sparse_decode import plan, torch_arrays
 from sparse_decode.bench import (
     POOL_BYTES,
     SCALE,
@@ -31,15 +31,14 @@ from sparse_decode.bench import (
     random_pool,
     time_of,
 )
-from sparse_decode.bench_peers import PEERS, Launch
+from sparse_decode.bench_peers import PEERS, Peer
 from sparse_decode.bench_suites import SUITES
+from sparse_decode.bridge import sparse_decode_attention, warmup
 from sparse_decode.parity import versions
 from sparse_decode.plan import Config
 
 HOST_CALLS = 50
 PAGES_TO_COMPILE = 64
-
-Measure = Callable[..., Time]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,38 +46,32 @@ class Tools:
     """What measuring takes from the machine; replaced where there is no GPU.
 
     Attributes:
-        measure: Time of one launch; takes a function that launches set `index`, and `replays`.
-        gather: The gather floor of a workload; None leaves it out.
-        split: Launches the first Pallas kernel alone; None where there is only one.
-        triton, pallas: Prepare the two paths.
-        inside_jax: Times a workload inside a jitted program; None leaves it out.
-        host: Whether the host time of an eager call is measured.
+        measure: Time of one launch, given a function that launches set `index`.
+        triton, pallas: The two paths, as functions of `Workload.call`.
+        gather: The gather floor of a workload.
+        split: A function that launches the first Pallas kernel alone; None if it is the only one.
+        inside_jax: Times a workload inside a jitted program; None where that is not measured.
     """
 
-    measure: Measure
-    gather: Callable[[Workload], Any] | None
-    split: Callable[[Workload, torch.Tensor], Callable[[int], object] | None]
-    triton: Callable[[Workload], Launch]
-    pallas: Callable[[Workload], Launch]
+    measure: Callable[[Callable[[int], object]], Time]
+    triton: Callable[[Workload], Callable[..., object]]
+    pallas: Callable[[Workload], Callable[..., object]]
+    gather: Callable[[Workload], Any] | None = None
+    split: Callable[[Workload, torch.Tensor], Callable[[int], object] | None] = lambda *_: None
     inside_jax: Callable[[Workload], dict[str, Any] | None] = lambda _: None
-    host: bool = True
 
 
-def triton_path(workload: Workload) -> Launch:
+def triton_path(workload: Workload) -> Callable[..., object]:
     """The Triton kernels."""
-    from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
+    from sparse_decode import triton_kernels
 
-    splits = sparse_decode_splits(workload.setting.rows)
-    return lambda index, output: sparse_decode_attention(
-        **workload.call(index, output), splits=splits
-    )
+    splits = triton_kernels.sparse_decode_splits(workload.setting.rows)
+    return partial(triton_kernels.sparse_decode_attention, splits=splits)
 
 
-def pallas_path(workload: Workload, config: Config | None = None) -> Launch:
+def pallas_path(_: Workload) -> Callable[..., object]:
     """The Pallas kernels, launched directly."""
-    return lambda index, output: bridge.sparse_decode_attention(
-        **workload.call(index, output), config=config
-    )
+    return sparse_decode_attention
 
 
 def split_alone(workload: Workload, output: torch.Tensor) -> Callable[[int], object] | None:
@@ -113,10 +106,10 @@ def gpu_tools(replays: int, inside_jax: Callable[[Workload], Any] = lambda _: No
 
     return Tools(
         measure=partial(graph_microseconds, replays=replays),
-        gather=partial(gather_floor, replays=replays),
-        split=split_alone,
         triton=triton_path,
         pallas=pallas_path,
+        gather=partial(gather_floor, replays=replays),
+        split=split_alone,
         inside_jax=inside_jax,
     )
 
@@ -160,27 +153,30 @@ def measure_setting(workload: Workload, bandwidth: float, tools: Tools) -> dict[
 
 
 def _path(
-    workload: Workload, launch: Launch, output: torch.Tensor, tools: Tools
+    workload: Workload, run: Callable[..., object], output: torch.Tensor, tools: Tools
 ) -> dict[str, Any]:
     """A path's fault and, if there is none, its times."""
-    fault = workload.fault(lambda output, **_: launch(0, output))
+    fault = workload.fault(lambda output, **_: run(**workload.call(0, output)))
     if fault:
         return {"fault": fault}
-    found = {"fault": None, **tools.measure(lambda index: launch(index, output))._asdict()}
-    if tools.host:
-        found["host"] = host_microseconds(lambda: launch(0, output))._asdict()
-    return found
+    calls = [workload.call(index, output) for index in range(len(workload.sets))]
+    time_of_launch = tools.measure(lambda index: run(**calls[index]))
+    host = host_microseconds(lambda: run(**calls[0]))
+    return {"fault": None, **time_of_launch._asdict(), "host": host._asdict()}
 
 
-def _peer(peer: Any, workload: Workload, output: torch.Tensor, tools: Tools) -> dict[str, Any]:
-    """A peer's times, or why there are none; its faults are its own."""
+def _peer(peer: Peer, workload: Workload, output: torch.Tensor, tools: Tools) -> dict[str, Any]:
+    """A peer's time, or why there is none; its faults are its own."""
     if absent := peer.absent():
         return {"absent": absent}
     try:
         launch = peer.prepare(workload)
         if launch is None:
             return {"absent": "does not compute this setting"}
-        return _path(workload, launch, output, dataclasses.replace(tools, host=False))
+        fault = workload.fault(lambda output, **_: launch(0, output))
+        if fault:
+            return {"fault": fault}
+        return {"fault": None, **tools.measure(lambda index: launch(index, output))._asdict()}
     except Exception as error:  # Another project's code may fail in any way; ours goes on.
         return {"absent": f"failed: {type(error).__name__}: {str(error)[:300]}"}
 
@@ -201,16 +197,14 @@ def host_microseconds(call: Callable[[], object], batches: int = 15) -> Time:
 # --- compilation
 
 
-def compile_all(
-    settings: Sequence[Setting], pool_bytes: int, processes: int | None = None
-) -> None:
+def compile_all(settings: Sequence[Setting], pool_bytes: int, processes: int | None = None) -> None:
     """Compiles the kernels of all settings in parallel, so that later calls only load them."""
     # Triton compiles in the process that launches; others fill its cache on disk beforehand.
     jobs = [*(partial(_compile_triton, setting) for setting in settings), *_gather_jobs(settings)]
     count = min(len(jobs), processes or os.cpu_count() or 1)
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         waiting = [pool.submit(job) for job in jobs]
-        bridge.warmup([blueprint(setting, pool_bytes) for setting in settings], processes=processes)
+        warmup([blueprint(setting, pool_bytes) for setting in settings], processes=processes)
         for done in waiting:
             done.result()
 
@@ -223,7 +217,7 @@ def _small(setting: Setting) -> Workload:
 
 def _compile_triton(setting: Setting) -> None:
     workload = _small(setting)
-    triton_path(workload)(0, workload.output())
+    triton_path(workload)(**workload.call(0, workload.output()))
     torch.cuda.synchronize()
 
 
@@ -269,7 +263,11 @@ def run(
 
     Yields:
         The document after each setting; its "results" have grown by one.
+
+    Raises:
+        ValueError: The GPU's free memory does not hold the pool.
     """
+    check_memory(pool_bytes)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     says("compiling the kernels")
     began = time.perf_counter()
@@ -309,6 +307,16 @@ def run(
         yield document
 
 
+def check_memory(pool_bytes: int) -> None:
+    """Raises ValueError if the current GPU's free memory does not hold the pool."""
+    free = torch.cuda.mem_get_info()[0] / 2**30 - 4
+    if pool_bytes / 2**30 > free:
+        raise ValueError(
+            f"pool: expected at most {max(free, 0):.1f} GiB, what the GPU has free less 4 GiB, "
+            f"got {pool_bytes / 2**30:g}"
+        )
+
+
 def _jax_programs(
     settings: Sequence[Setting], pool_bytes: int
 ) -> tuple[Callable[[Workload], Any], str | None]:
@@ -330,16 +338,6 @@ def _jax_programs(
         return {name: t._asdict() for name, t in bench_jax.microseconds(mine, workload).items()}
 
     return inside, None
-
-
-def failed(document: dict[str, Any]) -> list[str]:
-    """The faults of this package's paths, in words."""
-    return [
-        f"{result['name']}, {name}: {result['paths'][name]['fault']}"
-        for result in document["results"]
-        for name in ("triton", "pallas")
-        if result["paths"][name]["fault"]
-    ]
 
 
 def machine() -> dict[str, Any]:

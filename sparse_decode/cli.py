@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparse_decode import __version__, captures
 from sparse_decode._require import require
+from sparse_decode.bench_suites import CACHES, SUITES, Setting, settings_of
 from sparse_decode.call import Call
 from sparse_decode.cases import CASES, WIDE_CASES, build
 from sparse_decode.devices import gpu_count, use_interpreters_without_gpu
@@ -49,17 +51,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--wide", action="store_true", help="also the large built-in cases, which want a GPU"
     )
     parity.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    _add_bench(commands)
+    _add_tune(commands)
     options = parser.parse_args(arguments)
     try:
         require("rich", extra="cli", needed_by="the command line")
         use_interpreters_without_gpu()
-        return _info() if options.command == "info" else _parity(options)
-    except (ImportError, OSError, TypeError, ValueError) as error:
+        run = {"info": _info, "parity": _parity, "bench": _bench, "tune": _tune}
+        return run[options.command](options)
+    except (ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
 
 
-def _info() -> int:
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time the Triton and the Pallas kernels on this machine's GPU",
+        description="Times both paths and two floors over named suites of settings: "
+        f"{', '.join(SUITES)}.",
+    )
+    bench.add_argument(
+        "--suite",
+        nargs="+",
+        default=["headline"],
+        metavar="NAME",
+        help="settings to time (default: headline)",
+    )
+    bench.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    bench.add_argument(
+        "--plot", metavar="STEM", type=Path, help="draw time against rows to STEM.png and STEM.svg"
+    )
+    bench.add_argument(
+        "--from",
+        dest="source",
+        metavar="FILE",
+        type=Path,
+        help="show results that --json wrote instead of measuring; needs no GPU",
+    )
+    bench.add_argument("--commit", help="what is measured, where there is no Git work tree")
+    _add_method(bench)
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="search the best launch settings of the Pallas kernels for your shapes and GPU",
+        description="Sweeps Config and writes the best ones; sparse_decode.tune.load_config "
+        "reads them.",
+    )
+    tune.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
+    tune.add_argument("--cache", choices=CACHES, default="fp8")
+    tune.add_argument(
+        "--rows", nargs="+", type=int, default=[64], metavar="N", help="(token, group) pairs"
+    )
+    usual = Setting(CACHES["fp8"], 1)
+    for name in ("heads", "groups", "query_len", "slots", "page_size", "context"):
+        value = getattr(usual, name)
+        flag = f"--{name.replace('_', '-')}"
+        tune.add_argument(flag, type=int, default=value, metavar="N", help=f"default: {value}")
+    _add_method(tune)
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pool-gib", type=float, default=24, metavar="GIB", help="size of the cache (default: 24)"
+    )
+    parser.add_argument(
+        "--replays", type=int, default=30, metavar="N", help="timed replays (default: 30)"
+    )
+
+
+def _info(_: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sparse_decode.report import status_table
@@ -80,8 +143,7 @@ def _parity(options: argparse.Namespace) -> int:
 
     if options.captures and (options.all or options.wide):
         raise ValueError("--all and --wide choose built-in cases and do not go with captures")
-    if options.json and not options.json.parent.is_dir():
-        raise ValueError(f"--json: expected a file in a folder that exists, got {options.json}")
+    _check_folder("--json", options.json)
     paths = runnable()
     subjects = list(_subjects(options))
     results = []
@@ -112,3 +174,119 @@ def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, Call, object]]
     cases = CASES if options.all else [case for case in CASES if case.name in SHORT]
     for case in (*cases, *(WIDE_CASES if options.wide else ())):
         yield case.name, build(case), None
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sparse_decode import bench_report
+
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    _check_folder("--json", options.json)
+    _check_folder("--plot", options.plot)
+    if options.plot:
+        require("matplotlib", extra="plot", needed_by="--plot")
+    if options.source:
+        document = bench_report.read_json(options.source)
+    else:
+        document = _measure(options, console)
+    console.print(bench_report.table(document))
+    if options.plot:
+        bench_report.plot(document, options.plot)
+    faults = bench_report.faults(document)
+    for fault in faults:
+        console.print(f"out of tolerance: {fault}", style="bold red", markup=False)
+    return 1 if faults else 0
+
+
+def _measure(options: argparse.Namespace, console: Any) -> dict[str, Any]:
+    """Measures the suites, with the table so far and a progress bar on a terminal."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import Progress
+
+    from sparse_decode import bench_report
+
+    settings = settings_of(options.suite)
+    if options.plot and not bench_report.families([vars(setting) for setting in settings]):
+        raise ValueError(
+            "--plot: expected a suite whose settings differ in the number of requests alone, got "
+            f"{' '.join(options.suite)}"
+        )
+    _check_method(options)
+    _check_gpu("bench")
+    from sparse_decode import bench_run
+
+    progress, log = Progress(console=console), Console(stderr=True, width=220)
+    task = progress.add_task("", total=len(settings))
+
+    def says(what: str) -> None:
+        progress.update(task, description=what)
+        if not console.is_terminal:
+            log.print(what, markup=False, highlight=False)
+
+    document: dict[str, Any] = {}
+    with Live(progress, console=console, transient=True) as live:
+        for document in bench_run.run(
+            settings,
+            pool_bytes=int(options.pool_gib * 2**30),
+            replays=options.replays,
+            commit=options.commit,
+            says=says,
+        ):
+            progress.advance(task)
+            live.update(Group(bench_report.table(document), progress))
+            if not console.is_terminal:
+                log.print(bench_report.line(document["results"][-1]), markup=False)
+            if options.json:
+                bench_report.write_json(options.json, document)
+    return document
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sparse_decode import tune
+
+    _check_folder("--out", options.out)
+    each = options.groups * options.query_len
+    for rows in options.rows:
+        if rows < 1 or rows % each:
+            raise ValueError(
+                f"--rows: expected positive multiples of groups * query_len = {each}, got {rows}"
+            )
+    names = ("heads", "groups", "query_len", "slots", "page_size", "context")
+    shape = {name: getattr(options, name) for name in names}
+    settings = [
+        Setting(CACHES[options.cache], rows // each, **shape)
+        for rows in dict.fromkeys(options.rows)
+    ]
+    _check_method(options)
+    _check_gpu("tune")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    sweeps = []
+    with console.status("starting") as status:
+        pool_bytes = int(options.pool_gib * 2**30)
+        for sweep in tune.run(settings, pool_bytes, options.replays, status.update):
+            sweeps.append(sweep)
+            console.print(tune.table(sweep))
+            tune.save(options.out, sweeps)
+    return 0
+
+
+def _check_folder(flag: str, path: Path | None) -> None:
+    if path and not path.parent.is_dir():
+        raise ValueError(f"{flag}: expected a file in a folder that exists, got {path}")
+
+
+def _check_method(options: argparse.Namespace) -> None:
+    if options.replays < 1:
+        raise ValueError(f"--replays: expected at least 1, got {options.replays}")
+    if not options.pool_gib > 0:
+        raise ValueError(f"--pool-gib: expected more than 0, got {options.pool_gib}")
+
+
+def _check_gpu(command: str) -> None:
+    if not gpu_count():
+        raise NotImplementedError(f"{command}: expected a visible CUDA GPU, found none")
+    require("torch", extra="torch", needed_by=command)

@@ -111,13 +111,11 @@ def padded(tensor, *, lead=0):
         "fp8_split2_gate",
         "fp8_output_fp16",
         "uint8_verify4_groups2",
-        "fp8_int32_indices",
         "fp8_heads5",
         "fp8_inactive_kept",
         "fp8_outside",
         "fp8_packed",
         "fp8_token_major_strided",
-        "fp8_strided_gate",
         "bf16_split1_gate",
         "bf16_packed_strided",
         "fp16_heads4_gate",
@@ -164,11 +162,11 @@ def test_int32_indices_are_lent_too(lent):
 def test_uint8_and_float8_are_the_same_memory(lent):
     call = build(FP8)
     tensors = tensors_of(call)
-    attend(call, tensors, scale=0.11)
+    attend(call, tensors)
     first = bits(tensors["output"])
     tensors["cache"] = tensors["cache"].view(torch.uint8)
     tensors["output"].fill_(float("nan"))
-    attend(call, tensors, scale=0.11)
+    attend(call, tensors)
     np.testing.assert_array_equal(bits(tensors["output"]), first)
     assert all(tensors["cache"].data_ptr() in [a for a, _, _ in arrays] for arrays in lent)
 
@@ -217,7 +215,7 @@ def test_last_line_past_the_storage(name):
     span = 1 + sum((n - 1) * s for n, s in zip(whole.shape, whole.stride(), strict=True))
     short = whole.new_zeros(span).as_strided(whole.shape, whole.stride())
     tensors[name] = short.copy_(whole)
-    with pytest.raises(ZeroCopyError, match=rf'^{name}: its last line .*route="direct", or a copy'):
+    with pytest.raises(ZeroCopyError, match=rf"^{name}: its last line .*use a copy"):
         attend(call, tensors)
 
 
@@ -228,7 +226,7 @@ def test_misaligned(name):
     source = tensors[name]
     base = source.new_zeros(source.numel() + 16 // source.element_size())
     tensors[name] = base[16 // source.element_size() :].view(source.shape).copy_(source)
-    with pytest.raises(ZeroCopyError, match=rf'^{name}: expected an address .*route="direct"'):
+    with pytest.raises(ZeroCopyError, match=rf"^{name}: expected an address .*use a copy"):
         attend(call, tensors)
 
 
@@ -271,12 +269,9 @@ def test_layers_of_one_storage_share_a_program(plans, lent):
         ("float8_e4m3fn", 48, 64, 16, True),
         ("float8_e4m3fn", 8, 64, 8, True),
         ("uint8", 2, 64, 2, True),
-        ("float8_e4m3fn", 2, 65, 2, False),
         ("float8_e4m3fn", 1, 64, 1, False),
         ("uint8", 33, 77, 1, False),
-        ("bfloat16", 32, 128, 16, False),
         ("bfloat16", 16, 64, 8, False),
-        ("bfloat16", 8, 64, 4, False),
         ("bfloat16", 2, 66, 1, False),
     ],
 )
@@ -364,7 +359,7 @@ def test_kept_imports_are_bounded():
 
 
 def test_inputs_are_not_written():
-    call = build(dataclasses.replace(FP8, gate="bfloat16", inactive=(1,)))
+    call = build(dataclasses.replace(FP8, gate="float32", inactive=(1,)))
     tensors = tensors_of(call)
     before = {name: bits(tensor) for name, tensor in tensors.items()}
     assert attend(call, tensors) is None
@@ -373,8 +368,8 @@ def test_inputs_are_not_written():
 
 
 def test_threads():
-    call = dataclasses.replace(build(FP8), scale=0.17)
-    sets = [tensors_of(call) for _ in range(4)]
+    call = dataclasses.replace(build(BF16), scale=0.17)
+    sets = [tensors_of(call) for _ in range(3)]
     faults = []
 
     def work(tensors):
@@ -385,7 +380,7 @@ def test_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert faults == [None] * 20
+    assert faults == [None] * 15
 
 
 def test_x64_changes_nothing():

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ CALL = cases.build(CASE)  # 4 rows, 2 requests, pages of 64 tokens
 CUDA = torch.device("cuda", 0)
 
 
-def arguments(call=CALL, **changed):
+def arguments(call=CALL, **changed) -> dict[str, Any]:
     tensors = {name: torch_arrays.from_numpy(array) for name, array in call.arrays().items()}
     return {**tensors, **call.options(), **changed}
 
@@ -178,9 +179,11 @@ def test_cpu_tensors_are_sent_to_the_other_route():
 @pytest.mark.parametrize("route", ["direct", "dlpack"])
 def test_meta_tensors_run_nowhere(route):
     given = arguments(route=route)
-    given = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    moved: dict[str, Any] = {
+        n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in given.items()
+    }
     with pytest.raises(NotImplementedError, match=r"^query: .*got meta$"):
-        sparse_decode_attention(**given)
+        sparse_decode_attention(**moved)
 
 
 def test_a_scale_that_is_not_needed_is_not_looked_at():
@@ -208,7 +211,7 @@ def gpu(monkeypatch):
     return found
 
 
-def on_gpu(given):
+def on_gpu(given) -> dict[str, Any]:
     """The call with tensors that have no memory and say that they are on a GPU."""
     with FakeTensorMode():
         return {

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ pytest.importorskip("triton")
 
 import torch
 
-from sparse_decode import captures, cases, tolerance, torch_arrays, triton_kernels
+from sparse_decode import captures, cases, tolerance, torch_arrays
 from sparse_decode.bridge import op, sparse_decode_attention, warmup
 from sparse_decode.plan import Config
+from sparse_decode.triton_kernels import sparse_decode_attention as triton_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +33,7 @@ CAPTURES = {
 SHARED = {case.name: case for case in (*cases.CASES, *cases.WIDE_CASES)}
 
 
-def arguments(call, **changed):
+def arguments(call, **changed) -> dict[str, Any]:
     """A call's arguments on the GPU, with an output buffer."""
     tensors = {name: torch_arrays.from_numpy(a, "cuda") for name, a in call.arrays().items()}
     if call.output is None:
@@ -116,7 +118,7 @@ def test_shared_call_eager_and_replayed(name, shared):
 def test_as_in_jax(case):
     """JAX compiles the same kernels with a Triton of its own, which may round elsewhere."""
     call = cases.build(case)
-    config = Config(splits=call.splits, tile=64, warps=4, stages=3)
+    config = Config(splits=case.splits or 1, tile=64, warps=4, stages=3)
     given = arguments(call, config=config)
     direct, jax = run(given), run({**given, "route": "dlpack"})
     check(call, given, direct)
@@ -132,7 +134,9 @@ def test_side_stream_is_ordered_after_its_own_work():
     call = cases.build(cases.CASES[0])
     given = arguments(call)
     expected = run(given)
-    late = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    late: dict[str, Any] = {
+        name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()
+    }
     late["query"].zero_()
     late["regions"].fill_(-1)
     stream = torch.cuda.Stream()
@@ -423,7 +427,7 @@ def test_host_time():
         name: host_time(lambda function=function: function(*arrays, **given))
         for name, function in (
             ("direct", sparse_decode_attention),
-            ("triton", triton_kernels.sparse_decode_attention),
+            ("triton", triton_attention),
         )
     }
     print(", ".join(f"{name} {time:.1f} us" for name, time in times.items()), "of host time a call")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def arguments(case, **changed):
+def arguments(case, **changed) -> dict[str, Any]:
     call = cases.build(case)
     tensors = {name: torch_arrays.from_numpy(array) for name, array in call.arrays().items()}
     return {**tensors, **call.options(), "route": "dlpack", **changed}

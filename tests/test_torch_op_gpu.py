@@ -1,5 +1,7 @@
 """The operator under `torch.compile` on CUDA, by the direct route: bit for bit as eager."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("jax")
@@ -54,7 +56,7 @@ def runs(monkeypatch):
     return counted
 
 
-def arguments(case, **changed):
+def arguments(case, **changed) -> dict[str, Any]:
     call = cases.build(case)
     tensors = {name: torch_arrays.from_numpy(a, "cuda") for name, a in call.arrays().items()}
     return {**tensors, **call.options(), **changed}
