@@ -1,8 +1,9 @@
 """What is timed, and how: decode steps with cold caches, as launches in a CUDA graph.
 
 A setting is timed as a CUDA graph of `SETS` launches over as many sets of (query, regions, block
-table), whose pages lie at random in a pool far larger than the L2. Every path's output is held to
-the oracle before it is timed. `bench_suites` names the settings, `bench_run` measures them and
+table), whose pages lie at random in a large pool. Before each replay the L2 is filled with other
+data: the sets of a small batch would fit into it all at once. Every path's output is held to the
+oracle before it is timed. `bench_suites` names the settings, `bench_run` measures them and
 `bench_report` shows the results.
 """
 
@@ -35,6 +36,8 @@ __all__ = [
 
 SETS = 16
 POOL_BYTES = 24 << 30
+# Several times the L2 of any GPU.
+FLUSH_BYTES = 512 << 20
 SCALE = HEAD_DIM**-0.5
 
 
@@ -214,7 +217,7 @@ def random_pool(
 
 
 def graph_microseconds(
-    launch: Callable[[int], object], replays: int = 30, sets: int = SETS
+    launch: Callable[[int], object], replays: int = 30, sets: int = SETS, cold: bool = True
 ) -> Time:
     """Time of one launch inside a CUDA graph of `sets` launches.
 
@@ -222,6 +225,7 @@ def graph_microseconds(
         launch: Launches set `index`.
         replays: Timed replays of the graph.
         sets: Launches in the graph.
+        cold: Whether the L2 is filled with other data before each replay.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -229,21 +233,32 @@ def graph_microseconds(
         launch(0)
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for index in range(sets):
             launch(index)
     for _ in range(3):
         graph.replay()
-    return time_of(event_microseconds(graph.replay, replays), sets)
+    # Read, not written: lines that were written would have to leave the L2 within the time.
+    flush = torch.zeros(FLUSH_BYTES // 4 if cold else 1, dtype=torch.int32, device="cuda")
+    return time_of(event_microseconds(graph.replay, replays, before=flush.sum), sets)
 
 
-def event_microseconds(run: Callable[[], object], times: int) -> list[float]:
-    """Time between two events around each of several runs, in microseconds."""
+def event_microseconds(
+    run: Callable[[], object], times: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Time between two events around each of several runs, in microseconds.
+
+    Args:
+        run: What is timed.
+        times: Number of runs.
+        before: Runs before each of them and is not timed.
+    """
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(times)
     ]
     for begin, end in events:
+        before()
         begin.record()
         run()
         end.record()

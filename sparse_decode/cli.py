@@ -217,16 +217,19 @@ def _measure(options: argparse.Namespace, console: Any) -> dict[str, Any]:
     _check_gpu("bench")
     from sparse_decode import bench_run
 
-    progress, log = Progress(console=console), Console(stderr=True, width=220)
+    progress = Progress(console=console, auto_refresh=False)
+    log = Console(stderr=True, width=220)
     task = progress.add_task("", total=len(settings))
 
     def says(what: str) -> None:
         progress.update(task, description=what)
+        live.refresh()
         if not console.is_terminal:
             log.print(what, markup=False, highlight=False)
 
     document: dict[str, Any] = {}
-    with Live(progress, console=console, transient=True) as live:
+    # No refreshing thread: it would disturb what is measured on the host.
+    with Live(progress, console=console, transient=True, auto_refresh=False) as live:
         for document in bench_run.run(
             settings,
             pool_bytes=int(options.pool_gib * 2**30),
@@ -235,7 +238,7 @@ def _measure(options: argparse.Namespace, console: Any) -> dict[str, Any]:
             says=says,
         ):
             progress.advance(task)
-            live.update(Group(bench_report.table(document), progress))
+            live.update(Group(bench_report.table(document), progress), refresh=True)
             if not console.is_terminal:
                 log.print(bench_report.line(document["results"][-1]), markup=False)
             if options.json:

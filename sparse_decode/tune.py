@@ -31,7 +31,7 @@ FORMAT = "sparse_decode configs 1"
 # (tile, warps, stages) and shares of the default's splits that are tried first ...
 SHAPES = ((64, 4, 3), (64, 2, 6), (64, 1, 6), (32, 2, 6), (32, 1, 6), (16, 1, 6))
 SPLITS = (0.5, 0.75, 1, 1.5, 2)
-# ... then, with the best of these, stages and (combine_warps, combine_width).
+# ... then, with the best of these, stages, and last (combine_warps, combine_width).
 STAGES = (3, 4, 5, 6, 8)
 COMBINES = ((1, 64), (2, 64), (4, 64), (4, 192))
 SHOWN = 5
@@ -193,22 +193,24 @@ def candidates(default: Config, slots: int) -> list[Config]:
     return [*found]
 
 
-def refinements(config: Config) -> list[Config]:
-    """The settings that are tried around a good candidate."""
-    combines = COMBINES if config.splits > 1 else ()
+def with_stages(config: Config) -> list[Config]:
+    """The pipeline depths that are tried for a good candidate."""
+    return [dataclasses.replace(config, stages=stages) for stages in STAGES]
+
+
+def with_combines(config: Config) -> list[Config]:
+    """The ways to combine that are tried for a good candidate."""
     return [
-        *(dataclasses.replace(config, stages=stages) for stages in STAGES),
-        *(
-            dataclasses.replace(config, combine_warps=warps, combine_width=width)
-            for warps, width in combines
-        ),
+        dataclasses.replace(config, combine_warps=warps, combine_width=width)
+        for warps, width in COMBINES
+        if config.splits > 1
     ]
 
 
 def search(
     default: Config, slots: int, time: Callable[[Sequence[Config]], dict[Config, Time]]
 ) -> dict[Config, Time]:
-    """Times the candidates, then what lies around the best three.
+    """Times the candidates, then other stages for the best three and other combines.
 
     Args:
         default: The settings to start from.
@@ -219,8 +221,9 @@ def search(
         Time of all settings that were tried and did not fail, best first.
     """
     times = time(candidates(default, slots))
-    near = [near for config in _best_first(times)[:3] for near in refinements(config)]
-    times |= time([config for config in dict.fromkeys(near) if config not in times])
+    for vary in (with_stages, with_combines):
+        near = [varied for config in _best_first(times)[:3] for varied in vary(config)]
+        times |= time([config for config in dict.fromkeys(near) if config not in times])
     return {config: times[config] for config in _best_first(times)}
 
 

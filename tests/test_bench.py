@@ -129,7 +129,7 @@ def test_suites_together_name_each_setting_once_by_cache():
     assert len(settings) == len(set(settings)) == 2 + 8 + 1
     caches = [setting.cache for setting in settings]
     assert caches == sorted(caches, key=[FP8, "bfloat16", "float16"].index)
-    with pytest.raises(ValueError, match="expected one of headline, .*, got 'nosuch'"):
+    with pytest.raises(ValueError, match=r"expected one of headline, .*, got 'nosuch'"):
         settings_of(["headline", "nosuch"])
 
 
@@ -241,7 +241,9 @@ def tools(**changes):
         return Time(float(next(times)), 0.5)
 
     def path(workload):
-        return lambda **call: naive(workload)(call["output"])
+        right = workload.output()
+        naive(workload)(right)
+        return lambda **call: call["output"].copy_(right)
 
     return Tools(**{"measure": measure, "triton": path, "pallas": path, **changes})
 
@@ -258,7 +260,7 @@ def test_a_measurement(workload):
         tools(
             gather=lambda _: Gather(45, 1, 4, 16, 2, 3),
             split=lambda *_: launched.append,
-            inside_jax=lambda _: {"attention": Time(91, 2)._asdict()},
+            inside_jax=lambda _: {"attention": Time(91, 2)._asdict(), "excess": 0.01},
         ),
     )
     assert result["name"] == workload.setting.name
@@ -425,7 +427,7 @@ def canned(settings=SUITES["headline"]):
                 "gather_share": gather / pallas,
                 "split": {"median": pallas - 3, "spread": 0.1},
                 "rest": 3.0,
-                "jax": {"attention": {"median": pallas * 1.02, "spread": 0.4}},
+                "jax": {"attention": {"median": pallas * 1.02, "spread": 0.4}, "excess": 0.02},
             }
         )  # fmt: skip
     return {
@@ -459,7 +461,7 @@ def test_table():
         assert setting.name in text
     for words in (
         "NVIDIA [H200], driver 580.1", "commit 0123abc", "pool 24 GiB", "4.30 TB/s", "77.7",
-        "vllm absent: no module named vllm", "of gather", "host Pallas", "8.4 ± 0.1", "2.44",
+        "vllm absent: no module named vllm", "of gather", "host Pallas", "8.4 ± 0.1", "2.43", "8.5 ± 0.4, +2%",
     ):  # fmt: skip
         assert words in text, words
 
@@ -476,7 +478,7 @@ def test_table_with_holes():
 def test_line():
     line = bench_report.line(canned()["results"][0])
     assert line.startswith("fp8 1 rows: floors 0.4 and 2.9, triton 20.4, pallas 8.4")
-    assert line.endswith("ratio 2.44")
+    assert line.endswith("ratio 2.43")
 
 
 def test_json_round_trip(tmp_path):
@@ -617,15 +619,15 @@ def test_candidates_are_distinct_and_hold_the_default():
     assert len(found) == len(set(found)) > 20
     assert {config.tile for config in found} == {16, 32, 64}
     assert {config.splits for config in found} == {4, 6, 8, 12, 16}
-    assert max(config.splits for config in tune.candidates(Config(256), 8)) <= 4
+    assert max(config.splits for config in tune.candidates(Config(256), 8)[1:]) <= 4
     assert {config.splits for config in tune.candidates(Config(1), 513)} == {1, 2}
 
 
 def test_refinements():
-    near = tune.refinements(Config(8))
-    assert {config.stages for config in near} == set(tune.STAGES)
-    assert {(c.combine_warps, c.combine_width) for c in near} >= set(tune.COMBINES)
-    assert {c.combine_warps for c in tune.refinements(Config(1))} == {Config(1).combine_warps}
+    assert [config.stages for config in tune.with_stages(Config(8))] == [*tune.STAGES]
+    combines = [(c.combine_warps, c.combine_width) for c in tune.with_combines(Config(8))]
+    assert combines == [*tune.COMBINES]
+    assert not tune.with_combines(Config(1))
 
 
 def test_a_search_finds_the_best_and_leaves_out_what_fails():
@@ -649,7 +651,7 @@ def test_a_search_finds_the_best_and_leaves_out_what_fails():
     times = tune.search(Config(8, 64, 2, 6, 4, 64), 513, time)
     assert len(seen) == len(set(seen))
     assert [*times.values()] == sorted(times.values())
-    assert next(iter(times)) == Config(12, 32, 2, 5, 4, 64)
+    assert next(iter(times)) == Config(12, 32, 2, 5, 1, 64)
     assert not any(config.warps == 1 for config in times)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gpu_work import long_work
 
 from sparse_decode import bridge
 from sparse_decode.bridge import dlpack
@@ -37,24 +38,10 @@ fill = jax.jit(lambda value: jnp.full((ELEMENTS,), value, jnp.float32))
 mean = jax.jit(lambda x: (x[0] + x[ELEMENTS // 2] + x[-1]) / 3)
 
 
-@jax.jit
-def matmuls(x: jax.Array, steps: int) -> jax.Array:
-    """Long work whose numbers stay what they are: ones."""
-    return jax.lax.fori_loop(0, steps, lambda _, y: (y @ x) / x.shape[0], x)
-
-
 @pytest.fixture(scope="module")
 def jax_busy() -> Callable[[], jax.Array]:
     """Queues at least 12 ms of work in JAX."""
-    ones = jnp.ones((2048, 2048), jnp.float32)
-    matmuls(ones, 1).block_until_ready()
-    for steps in (2**power for power in range(4, 20)):
-        matmuls(ones, steps).block_until_ready()
-        began = time.perf_counter()
-        matmuls(ones, steps).block_until_ready()
-        if time.perf_counter() - began > 0.012:
-            return lambda: matmuls(ones, steps)
-    raise AssertionError("this GPU cannot be kept busy")
+    return long_work()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import jax.numpy as jnp  # noqa: E402
+from gpu_work import long_work  # noqa: E402
 
 from sparse_decode import captures, torch_arrays  # noqa: E402
 from sparse_decode.bridge import (  # noqa: E402
@@ -47,24 +48,10 @@ both_paths = pytest.mark.parametrize("path", ["dlpack", "triton-on-jax"])
 both_streams = pytest.mark.parametrize("kind", ["current", "side"])
 
 
-@jax.jit
-def matmuls(x: jax.Array, steps: int) -> jax.Array:
-    """Long work whose numbers stay what they are: ones."""
-    return jax.lax.fori_loop(0, steps, lambda _, y: (y @ x) / x.shape[0], x)
-
-
 @pytest.fixture(scope="module")
 def jax_busy() -> Callable[[], jax.Array]:
     """Queues at least 12 ms of work in JAX."""
-    ones = jnp.ones((2048, 2048), jnp.float32)
-    matmuls(ones, 1).block_until_ready()
-    for steps in (2**power for power in range(4, 20)):
-        matmuls(ones, steps).block_until_ready()
-        began = time.perf_counter()
-        matmuls(ones, steps).block_until_ready()
-        if time.perf_counter() - began > 0.012:
-            return lambda: matmuls(ones, steps)
-    raise AssertionError("this GPU cannot be kept busy")
+    return long_work()
 
 
 @pytest.fixture(autouse=True)
