@@ -26,7 +26,6 @@ except (ImportError, AttributeError):
 # From dlpack.h.
 CPU = 1
 CUDA = 2
-UNSIGNED = 1
 
 # DLPack's name for CUDA's legacy default stream, whose handle is 0.
 LEGACY_STREAM = 1
@@ -58,8 +57,6 @@ class DLManagedTensor(ctypes.Structure):
         ("deleter", ctypes.c_void_p),
     )
 
-
-Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _NAME = b"dltensor"
 _new_capsule = ctypes.PYFUNCTYPE(

@@ -149,9 +149,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     _refuse_capture(device)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device=device)
-    tensor = _loans.lend(array, _ordered_export(array, device), device)
-    _same_address(tensor, tensor.data_ptr(), array.unsafe_buffer_pointer())
-    return tensor if tensor.dtype is dtype else tensor.view(dtype)
+    tensor = _loans.lend(array, _ordered_export(array, device), dtype, device)
+    return _same_address(tensor, tensor.data_ptr(), array.unsafe_buffer_pointer())
 
 
 def flush(timeout: float | None = None) -> bool:
@@ -778,24 +777,42 @@ def _torch_streams(index: int) -> list[int]:
 
 @dataclass(eq=False)
 class _Loan:
-    """An array in torch's hands: the capsule holds JAX's buffer, torch knows `managed`."""
+    """An array in torch's hands: the capsule holds JAX's buffer."""
 
     array: jax.Array
     capsule: Any
-    managed: DLManagedTensor
     device: torch.device
 
     def never_release(self) -> None:
         """Leaves the memory to the end of the process."""
-        self.managed.deleter = _jax_dlpack.NO_DELETER
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+
+class _Memory:
+    """An array's bytes in the form that torch takes; torch drops this when the storage dies.
+
+    A Python object and no C callback stands for the loan, because a storage can die while an
+    exception is under way: `__del__` leaves that alone.
+    """
+
+    def __init__(self, address: int, size: int, drop: Callable[[], None]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+        self._drop = drop
+
+    def __del__(self) -> None:
+        self._drop()
 
 
 class _Loans:
     """Arrays that torch views, from the hand-over until JAX may have the memory back.
 
-    Torch calls the deleter when the storage dies: on any thread, in the middle of a garbage
-    collection, with any lock held. So it takes no lock, and only moves the loan from one
+    Torch drops an array's memory when the storage dies: on any thread, in the middle of a garbage
+    collection, with any lock held. So that takes no lock, and only moves the loan from one
     thread-safe container to another. CUDA loans then wait in a helper thread, which starts with the
     first of them; CPU work is over when torch's calls return.
     """
@@ -803,27 +820,32 @@ class _Loans:
     def __init__(self) -> None:
         self._live: dict[int, _Loan] = {}
         self._dropped: queue.SimpleQueue[_Loan | Future[bool]] = queue.SimpleQueue()
-        self._deleter = _jax_dlpack.Deleter(self._drop)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._registered = False
         self._closing = False
 
-    def lend(self, array: jax.Array, capsule: Any, device: torch.device) -> torch.Tensor:
-        """A tensor over an array; FP8 comes as uint8, which every torch imports."""
+    def lend(
+        self, array: jax.Array, capsule: Any, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor over an array."""
         self._prepare(device)
-        managed = DLManagedTensor.from_buffer_copy(_jax_dlpack.managed_tensor(capsule))
-        if array.dtype.itemsize == 1 and jnp.issubdtype(array.dtype, jnp.floating):
-            managed.tensor.code = _jax_dlpack.UNSIGNED
-        managed.manager_ctx = None
-        managed.deleter = ctypes.cast(self._deleter, ctypes.c_void_p).value
-        address = ctypes.addressof(managed)
-        self._live[address] = _Loan(array, capsule, managed, device)
-        try:
-            return torch.from_dlpack(_jax_dlpack.new_capsule(managed))
-        except BaseException:
-            self._live.pop(address, None)
-            raise
+        described = _jax_dlpack.managed_tensor(capsule).tensor
+        loan = _Loan(array, capsule, device)
+        number = id(loan)
+        self._live[number] = loan
+        address = described.data + described.byte_offset
+        memory = _Memory(address, array.nbytes, lambda: self._drop(number))
+        if described.device_type == _jax_dlpack.CPU:
+            buffer = (ctypes.c_uint8 * array.nbytes).from_address(address)
+            buffer.memory = memory
+            raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        else:
+            raw = torch.as_tensor(memory, device=device)
+        raw = raw.view(dtype)
+        if not described.strides:
+            return raw.view(array.shape)
+        return raw.as_strided(array.shape, described.strides[: described.ndim])
 
     def flush(self, timeout: float | None) -> bool:
         with self._lock:
@@ -836,8 +858,8 @@ class _Loans:
         except TimeoutError:
             return False
 
-    def _drop(self, address: int) -> None:
-        loan = self._live.pop(address)
+    def _drop(self, number: int) -> None:
+        loan = self._live.pop(number)
         if loan.device.type != "cpu":
             self._dropped.put(loan)
 
@@ -882,7 +904,7 @@ class _Loans:
         return over and not self._closing
 
     def _close(self) -> None:
-        """Takes Python out of the deleters while there still is an interpreter to run them."""
+        """Ends the helper thread; what torch still views is left to the end of the process."""
         with self._lock:
             self._closing = True
         for loan in list(self._live.values()):

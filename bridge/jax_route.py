@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -23,9 +24,10 @@ from sparse_decode.bridge.dlpack import (
     to_jax,
     to_torch,
 )
+from sparse_decode.contract import ArraySpec
 from sparse_decode.pallas_kernels import PackedCache
 from sparse_decode.pallas_kernels.kernels import attend
-from sparse_decode.pallas_kernels.op import _describe_cache
+from sparse_decode.pallas_kernels.op import describe_cache
 from sparse_decode.plan import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -134,6 +136,8 @@ def _program(call: _Call, tensors: Mapping[str, torch.Tensor | None], unit: int)
             cache_page=page,
         )
     plan = replace(plan, interpret=call.device < 0)
+    if plan.interpret:
+        _refuse_reaching_lines(call.specs)
     names = ("output", *(name for name in call.names if name != "output"))
     shapes = {name: plan.buffer(name)[1] for name in names}
 
@@ -146,6 +150,20 @@ def _program(call: _Call, tensors: Mapping[str, torch.Tensor | None], unit: int)
     donated = () if plan.interpret else (0,)
     inputs = tuple(_input(plan, name, tensors[name]) for name in names)
     return _Program(inputs, jax.jit(sparse_decode_attention, donate_argnums=donated))
+
+
+def _refuse_reaching_lines(specs: Mapping[str, ArraySpec]) -> None:
+    """Refuses what the interpreter cannot address: lines that reach into the next ones."""
+    for name in ("query", "gate", "output"):
+        spec = specs.get(name)
+        if spec is None or spec.shape[0] == 1:
+            continue
+        heads = spec.shape[1] - 1
+        if heads * spec.stride(1) >= spec.stride(0) > 0:
+            raise NotImplementedError(
+                f"{name}: expected heads inside rows, got strides {list(spec.strides or ())}; "
+                "Pallas' interpreter does not address other layouts, use a copy"
+            )
 
 
 def _input(plan: Plan, name: str, tensor: torch.Tensor) -> _Input:
@@ -204,6 +222,7 @@ def triton_sparse_decode_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
+    dtype: jnp.dtype | type | str | None = None,
 ) -> jax.Array:
     """The Triton path on JAX arrays: lends them to PyTorch and returns a JAX array.
 
@@ -223,9 +242,10 @@ def triton_sparse_decode_attention(
         k_scale: One float32, needed with an FP8 cache.
         v_scale: The same for v.
         gate: `[tokens, groups * heads]`, or None.
+        dtype: bfloat16 or float16, of the result; None takes the dtype of `query`.
 
     Returns:
-        `[rows, heads, 192]` in the dtype of `query`; inactive rows are zero.
+        `[rows, heads, 192]` in that dtype; inactive rows are zero.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the Triton path's `sparse_decode_attention`.
@@ -246,7 +266,8 @@ def triton_sparse_decode_attention(
     for name, array in (needed | present).items():
         lent[name] = _lent(name, array)
     lent["cache"] = _lent_pages(cache) if isinstance(cache, PackedCache) else _lent("cache", cache)
-    lent["output"] = output = torch.empty_like(lent["query"])
+    made_of = getattr(torch, jnp.dtype(query.dtype if dtype is None else dtype).name)
+    lent["output"] = output = torch.empty_like(lent["query"], dtype=made_of)
     sparse_decode_attention(
         **lent,
         scale=scale,
@@ -265,9 +286,9 @@ def _lent(name: str, array: jax.Array) -> torch.Tensor:
 
 def _lent_pages(cache: PackedCache) -> torch.Tensor:
     storage = _lent("cache.storage", cache.storage)
-    _describe_cache(cache)
+    describe_cache(cache)
     offset = int(cache.offset)
-    spec = _describe_cache(replace(cache, offset=offset))
+    spec = describe_cache(replace(cache, offset=offset))
     if not storage.is_contiguous():
         raise ZeroCopyError("cache.storage: expected a row-major layout, got a transposed one")
     return storage.as_strided(spec.shape, spec.strides, offset)

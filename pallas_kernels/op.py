@@ -131,7 +131,7 @@ def sparse_decode_attention(
         "gate": gate,
     }
     specs = {name: _describe(name, array) for name, array in arrays.items() if array is not None}
-    specs["cache"] = _describe_cache(cache)
+    specs["cache"] = describe_cache(cache)
     _check_options(splits, config, return_lse)
     geometry = check_call(
         **specs,
@@ -186,7 +186,8 @@ def _describe(name: str, array: object) -> ArraySpec:
     return ArraySpec(array.shape, array.dtype.name)
 
 
-def _describe_cache(cache: object) -> ArraySpec:
+def describe_cache(cache: object) -> ArraySpec:
+    """The contract's description of a cache; raises TypeError or ValueError for a wrong one."""
     if not isinstance(cache, PackedCache):
         return _describe("cache", cache)
     storage = _describe("cache.storage", cache.storage)

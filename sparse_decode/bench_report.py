@@ -201,7 +201,7 @@ def _panel(axes: Any, common: Mapping[str, Any], results: Sequence[Mapping[str, 
         axes.plot(rows, times, style, color=colour, marker=marker, label=label)
     for result in results:
         axes.annotate(
-            f"{result['ratio']:.2f}×",
+            f"{result['ratio']:.2f}",
             (result["setting"]["rows"], _of(result, "triton")),
             xytext=(0, 8),
             textcoords="offset points",

@@ -210,8 +210,9 @@ def _run_triton_on_jax(call: Call) -> Outcome:
 
     options = {name: value for name, value in call.options().items() if name != "clear_inactive"}
     with _jax_arrays(call) as arrays:
-        arrays.pop("output", None)
-        output = triton_sparse_decode_attention(**arrays, **options)
+        output = arrays.pop("output", None)
+        dtype = None if output is None else output.dtype
+        output = triton_sparse_decode_attention(**arrays, **options, dtype=dtype)
         return Outcome(np.asarray(output), None, None)
 
 

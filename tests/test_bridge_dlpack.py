@@ -409,10 +409,10 @@ def test_failed_import_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     array = jnp.ones(16)
     watched = weakref.ref(array)
 
-    def fail(capsule: object) -> None:
+    def fail(memory: object, dtype: torch.dtype) -> None:
         raise BufferError("no")
 
-    monkeypatch.setattr(torch, "from_dlpack", fail)
+    monkeypatch.setattr(torch, "frombuffer", fail)
     with pytest.raises(BufferError):
         to_torch(array)
     del array
@@ -460,12 +460,23 @@ def test_tensors_that_outlive_the_interpreter() -> None:
     assert run_python(code) == "done"
 
 
+def test_tensor_that_dies_while_an_exception_is_under_way() -> None:
+    def fail() -> None:
+        raise KeyError("the caller's own")
+
+    before = len(dlpack._loans._live)
+    for _ in range(10):
+        with pytest.raises(KeyError, match="the caller's own"):
+            print(to_torch(jnp.ones(16)), fail())
+    assert len(dlpack._loans._live) == before
+
+
 def test_lend_after_closing() -> None:
     loans = dlpack._Loans()
     array = jnp.ones(4)
     loans._close()
     with pytest.raises(ZeroCopyError, match="shutting down"):
-        loans.lend(array, _jax_dlpack.export_array(array, None), torch.device("cpu"))
+        loans.lend(array, _jax_dlpack.export_array(array, None), torch.float32, torch.device("cpu"))
 
 
 # Deferred release: the helper thread, with the GPU's part played here.
@@ -498,7 +509,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 def lend(loans: dlpack._Loans, array: jax.Array, index: int = 0) -> torch.Tensor:
     capsule = _jax_dlpack.export_array(array.block_until_ready(), None)
-    return loans.lend(array, capsule, torch.device("cuda", index))
+    dtype = getattr(torch, array.dtype.name)
+    return loans.lend(array, capsule, dtype, torch.device("cuda", index))
 
 
 def test_deferred_until_the_device_is_done(gate: Gate) -> None:
