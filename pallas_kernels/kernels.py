@@ -365,9 +365,9 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
         plan: What is static.
         buffers: Arrays by name. In the shapes of `plan.shapes`: `query`, `cache` (uint16 where
             `plan.words`), `regions` and `block_table` (int32; int64 as pairs), and where there are
-            such, `gate` and an `output` that is written in place. `positions` `[rows]` int32 (int64 as
-            pairs); `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8 cache;
-            `offset` `[1]` int32 where `plan.offset_unit`, in elements of the cache.
+            such, `gate` and an `output` that is written in place. `positions` `[rows]` int32 (int64
+            as pairs); `active` `[rows]` bool; `k_scale` and `v_scale` `[1]` float32 with an FP8
+            cache; `offset` `[1]` int32 where `plan.offset_unit`, in elements of the cache.
 
     Returns:
         `output` in its shape of `plan.shapes`, and `lse` `[rows, heads]` float32 (natural
