@@ -165,7 +165,7 @@ def _parity(options: argparse.Namespace) -> int:
     return 1 if failed or not paths else 0
 
 
-def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, Call, object]]:
+def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, Call, Any]]:
     if options.captures:
         for path in options.captures:
             capture = captures.load(path)
