@@ -151,6 +151,8 @@ class Explanation:
 def explain_route(route: Route = "direct", **arguments: Any) -> Explanation:
     """Tells which route a call would take and why, without launching anything.
 
+    Addresses and a capture in progress are not looked at: they can still raise an error.
+
     Args:
         route: As asked for.
         **arguments: The call's other arguments, by name.
@@ -185,10 +187,13 @@ def warmup(
         processes: Compiling processes; by default one for each processor core.
 
     Raises:
+        NotImplementedError: There is no NVIDIA GPU.
         RuntimeError: The current stream is being captured.
 
     See `sparse_decode_attention` for what else is raised.
     """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise NotImplementedError("device: expected an NVIDIA GPU, and none is visible")
     index = torch.device("cuda" if device is None else device).index
     index = torch.cuda.current_device() if index is None else index
     described = [_describe(arguments, "direct", torch.device("cuda", index)) for arguments in calls]

@@ -205,6 +205,7 @@ def gpu(monkeypatch):
     for name, answer in {
         "get_device_capability": lambda device: found["capability"],
         "get_device_name": lambda device: "stand-in",
+        "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -407,3 +408,9 @@ def test_capture_without_warm_up_is_refused(gpu, monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"sparse_decode\.bridge\.warmup, before the capture"):
         op._build(found, (32,) * len(found.names))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_warmup_without_a_gpu_says_so():
+    with pytest.raises(NotImplementedError, match="device: expected an NVIDIA GPU, and none is"):
+        op.warmup([])
