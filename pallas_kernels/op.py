@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.experimental.pallas.fuser  # JAX 0.11's interpreter does; so late that it would retrace
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -82,6 +85,8 @@ def sparse_decode_attention(
     Runs on NVIDIA GPUs as Pallas kernels (JAX's Triton backend) and elsewhere in Pallas'
     interpreter, inside and outside `jax.jit`; one jitted function lowers for either. Follows the
     interface of vLLM's Step-5 `sparse_decode_attention`, as a function that returns its result.
+    `jax.vmap` over anything but cache and scales folds the calls into one; over those it runs them
+    one after the other. There is no derivative.
 
     Args:
         query: `[rows, heads, 192]`, bfloat16 or float16; `rows = requests * query_len * groups`,
@@ -116,21 +121,22 @@ def sparse_decode_attention(
     Raises:
         TypeError: A dtype or the type of an argument is wrong.
         ValueError: A shape or an option is wrong, or an FP8 scale is missing.
-        NotImplementedError: The GPU has no FP8 conversion, or an FP8 cache is laid out in odd
-            strides and larger than 2 GiB.
+        NotImplementedError: The GPU has no FP8 conversion, an FP8 cache is laid out in odd strides
+            and larger than 2 GiB, or the call is differentiated.
     """
     arrays = {
         "query": query,
-        "regions": regions,
+        "regions": narrow(regions),
         "block_table": block_table,
-        "positions": positions,
+        "positions": narrow(positions),
         "active": active,
         "output": output,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "gate": gate,
     }
-    specs = {name: _describe(name, array) for name, array in arrays.items() if array is not None}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    specs = {name: _describe(name, array) for name, array in arrays.items()}
     specs["cache"] = describe_cache(cache)
     _check_options(splits, config, return_lse)
     geometry = check_call(
@@ -155,29 +161,120 @@ def sparse_decode_attention(
         cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
         cache_page=specs["cache"].stride(0) if isinstance(cache, PackedCache) else 0,
     )
+    again = functools.partial(
+        sparse_decode_attention,
+        scale=scale,
+        query_len=query_len,
+        splits=splits,
+        clear_inactive=clear_inactive,
+        return_lse=return_lse,
+        config=config,
+    )
+    return _transformable(functools.partial(_run, plan), again)({**arrays, "cache": cache})
+
+
+def _run(plan: Plan, arrays: dict[str, Any]) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Brings a checked call's arrays into the kernels' shapes, and launches."""
+    cache = arrays["cache"]
     buffers = {
-        "query": query.reshape(plan.buffer("query")[1]),
+        "query": arrays["query"].reshape(plan.buffer("query")[1]),
         "cache": _cache_buffer(cache, plan),
-        "regions": _pairs(regions),
-        "block_table": jnp.asarray(block_table),
-        "positions": _pairs(positions),
-        "active": jnp.asarray(active),
+        "regions": _pairs(arrays["regions"]),
+        "block_table": jnp.asarray(arrays["block_table"]),
+        "positions": _pairs(arrays["positions"]),
+        "active": jnp.asarray(arrays["active"]),
     }
-    if geometry.fp8:
-        buffers |= {"k_scale": k_scale.reshape(1), "v_scale": v_scale.reshape(1)}
+    if plan.geometry.fp8:
+        buffers |= {name: arrays[name].reshape(1) for name in ("k_scale", "v_scale")}
     if isinstance(cache, PackedCache):
         buffers["offset"] = jnp.asarray(cache.offset, jnp.int32).reshape(1)
-    if gate is not None:
-        buffers["gate"] = jnp.asarray(gate)
-    if output is not None:
-        buffers["output"] = output.reshape(plan.buffer("output")[1])
+    if "gate" in arrays:
+        buffers["gate"] = jnp.asarray(arrays["gate"])
+    if "output" in arrays:
+        buffers["output"] = arrays["output"].reshape(plan.buffer("output")[1])
     results = lax.platform_dependent(
         buffers,
         cuda=functools.partial(attend, plan),
         default=functools.partial(attend, dataclasses.replace(plan, interpret=True)),
     )
-    result = results["output"].reshape(query.shape)
-    return (result, results["lse"]) if return_lse else result
+    result = results["output"].reshape(arrays["query"].shape)
+    return (result, results["lse"]) if plan.return_lse else result
+
+
+# --- transformations
+
+
+_PER_REQUEST = ("query", "regions", "block_table", "positions", "active", "output", "gate")
+
+
+def _transformable(run: Callable[[dict[str, Any]], Any], again: Callable[..., Any]) -> Callable:
+    """What `jax.vmap` and differentiation make of a call.
+
+    Args:
+        run: Computes a call from its arrays by name.
+        again: The public function, which a batch of calls goes through once more.
+
+    Returns:
+        `run` that refuses derivatives. Under `jax.vmap` it becomes one call of more requests where
+        only per-request arguments are batched, and a loop over the calls where others are.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def batchable(arrays):
+        return run(arrays)
+
+    @batchable.def_vmap
+    def batch(size, flags, arrays):
+        (batched,) = flags
+        shared = [batched[name] for name in batched if name not in _PER_REQUEST]
+        if any(jax.tree.leaves(shared)):
+            results = _one_by_one(again, batched, arrays)
+        else:
+            results = _folded(again, size, batched, arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    @jax.custom_jvp
+    def forward(arrays):
+        return batchable(arrays)
+
+    @forward.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            "sparse_decode_attention is forward only: it has no derivative. Where gradients need "
+            "not flow through it, wrap its inputs in jax.lax.stop_gradient"
+        )
+
+    return forward
+
+
+def _folded(again: Callable[..., Any], size: int, batched: dict, arrays: dict) -> Any:
+    """A batch of calls that share cache and scales, as one call of all their requests."""
+
+    def fold(name):
+        array = arrays[name]
+        if not batched[name]:
+            array = jnp.broadcast_to(array, (size, *array.shape))
+        return array.reshape(size * array.shape[1], *array.shape[2:])
+
+    per_request = {name: fold(name) for name in _PER_REQUEST if name in arrays}
+    results = again(**{**arrays, **per_request})
+    return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+
+
+def _one_by_one(again: Callable[..., Any], batched: dict, arrays: dict) -> Any:
+    """A batch of calls, one after the other."""
+    leaves, tree = jax.tree.flatten(arrays)
+    flags = jax.tree.leaves(batched)
+
+    def one(own):
+        own = iter(own)
+        mixed = (next(own) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True))
+        return again(**tree.unflatten(mixed))
+
+    return lax.map(one, [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag])
+
+
+# --- checks and views
 
 
 def _describe(name: str, array: object) -> ArraySpec:
@@ -246,12 +343,18 @@ def _check_options(splits: object, config: object, return_lse: object) -> None:
         raise TypeError(f"config: expected a Config or None, got {type(config).__name__}")
 
 
+def narrow(index: jax.Array) -> jax.Array:
+    """A NumPy array of int64 as the nearest int32 (JAX may have no 64 bits); others as they are."""
+    if isinstance(index, np.ndarray) and index.dtype == np.int64:
+        limits = np.iinfo(np.int32)
+        return np.clip(index, limits.min, limits.max).astype(np.int32)
+    return index
+
+
 def _pairs(index: jax.Array) -> jax.Array:
-    """int32 as it is, int64 as pairs of int32 (low word first), also where JAX has no 64 bits."""
+    """int32 as it is, int64 as pairs of int32 (low word first)."""
     if index.dtype == jnp.int32:
         return jnp.asarray(index)
-    if isinstance(index, np.ndarray):
-        return jnp.asarray(np.ascontiguousarray(index).view(np.int32))
     return lax.bitcast_convert_type(index, jnp.int32).reshape(*index.shape[:-1], -1)
 
 
