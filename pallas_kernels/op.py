@@ -161,16 +161,22 @@ def sparse_decode_attention(
         cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
         cache_page=specs["cache"].stride(0) if isinstance(cache, PackedCache) else 0,
     )
-    again = functools.partial(
-        sparse_decode_attention,
-        scale=scale,
-        query_len=query_len,
-        splits=splits,
-        clear_inactive=clear_inactive,
-        return_lse=return_lse,
-        config=config,
-    )
-    return _transformable(functools.partial(_run, plan), again)({**arrays, "cache": cache})
+    options = {
+        "scale": float(scale),
+        "query_len": query_len,
+        "splits": splits,
+        "clear_inactive": clear_inactive,
+        "return_lse": return_lse,
+        "config": config,
+    }
+    return _compiled(plan, tuple(options.items()))({**arrays, "cache": cache})
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(plan: Plan, options: tuple[tuple[str, Any], ...]) -> Callable:
+    """The function of a plan's arrays, which JAX compiles once for all calls outside of `jit`."""
+    again = functools.partial(sparse_decode_attention, **dict(options))
+    return jax.jit(_transformable(functools.partial(_run, plan), again))
 
 
 def _run(plan: Plan, arrays: dict[str, Any]) -> jax.Array | tuple[jax.Array, jax.Array]:
