@@ -73,9 +73,8 @@ def default_config(geometry: Geometry) -> Config:
 
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
-        the
-    fixed cost of a program, which is that of about four tiles. Where two programs or fewer come to
-    a multiprocessor, each takes four warps to be done sooner.
+    the fixed cost of a program, which is that of about four tiles. Where two programs or fewer come
+    to a multiprocessor, each takes four warps to be done sooner.
     """
     tiles = -(-geometry.slots * REGION_TOKENS // 64)
     at_once = 4 * 132
@@ -220,7 +219,8 @@ def make_plan(
         cache_is_even: Whether the cache begins at an even address.
 
     Raises:
-        NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB.
+        NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB, or what belongs to
+            one page or row reaches over 2**31 elements or more.
     """
     config = config or default_config(geometry)
     if splits is not None:
@@ -253,6 +253,13 @@ def make_plan(
             "cache: FP8 at odd strides or an odd address is implemented up to 2 GiB, "
             f"got a span of {shapes['cache'][0] * shapes['cache'][1]} bytes"
         )
+    for name in shapes:
+        reach = _inside(lines[name]) // (2 if words and name == "cache" else 1)
+        if reach >= 2**31:
+            raise NotImplementedError(
+                f"{name}: expected strides by which what shares the first index lies within "
+                f"2**31 elements, got {list(lines[name].strides or ())}"
+            )
     wide_regions = specs["regions"].dtype == "int64"
     if wide_regions:
         shapes["regions"] = (shapes["regions"][0], 2 * shapes["regions"][1])
