@@ -346,14 +346,8 @@ def _check_device(device: torch.device, route: Route, fp8: bool) -> int:
 
 
 def _refuse_gradients(tensors: _Tensors) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in zip(ARRAY_NAMES, tensors, strict=True):
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: expected a tensor without gradient, as there is no backward pass, got "
-                "requires_grad=True; detach it or call under torch.no_grad()"
-            )
+    if torch.is_grad_enabled():
+        torch_arrays.refuse_gradients(**dict(zip(ARRAY_NAMES, tensors, strict=True)))
 
 
 def _pack_config(config: Config | None) -> list[int] | None:

@@ -37,7 +37,6 @@ COMBINE_WIDTH = 64
 
 
 # --- layout
-# -----------------------------------------------------------------------------------------
 
 
 def _within(value: jax.Array, limit: int) -> jax.Array:
@@ -109,7 +108,6 @@ def _locate(plan: Plan, refs, row, first_slot, position, offset):
 
 
 # --- pieces of a line
-# -------------------------------------------------------------------------------
 
 
 def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
@@ -180,7 +178,6 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
 
 
 # --- split
-# ------------------------------------------------------------------------------------------
 
 
 def _dot(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
@@ -261,7 +258,6 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
 
 
 # --- combine
-# ----------------------------------------------------------------------------------------
 
 
 def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
@@ -294,7 +290,6 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
 
 
 # --- gate and output
-# --------------------------------------------------------------------------------
 
 
 def _reciprocal(plan: Plan, x):
@@ -341,7 +336,6 @@ def _finish(plan: Plan, refs, row, active, head, dims, attention):
 
 
 # --- launch
-# -----------------------------------------------------------------------------------------
 
 
 def _wait(plan: Plan, row: jax.Array) -> jax.Array:

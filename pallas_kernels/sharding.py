@@ -54,7 +54,6 @@ def context_specs(axis: str) -> dict[str, P]:
 
 
 # --- tensor parallel
-# --------------------------------------------------------------------------------
 
 
 def shard_over_groups(mesh: Mesh | AbstractMesh, axis: str) -> Callable[..., Result]:
@@ -149,7 +148,6 @@ def _check_rows(arrays: dict[str, jax.Array], groups: int) -> None:
 
 
 # --- context parallel
-# -------------------------------------------------------------------------------
 
 
 def shard_over_context(mesh: Mesh | AbstractMesh, axis: str) -> Callable[..., Result]:
@@ -336,7 +334,6 @@ def split_block_table(block_table: jax.Array, owner: jax.Array, devices: int) ->
 
 
 # --- both
-# -------------------------------------------------------------------------------------------
 
 
 def _axis_size(mesh: Mesh | AbstractMesh, axis: str) -> int:

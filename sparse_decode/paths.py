@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,16 +194,10 @@ def _run_triton(call: Call) -> Outcome:
     return _in_place(call, sparse_decode_attention, splits=splits)
 
 
-def _run_direct(call: Call) -> Outcome:
+def _run_bridge(route: str, call: Call) -> Outcome:
     from sparse_decode.bridge import sparse_decode_attention
 
-    return _in_place(call, sparse_decode_attention, route="direct")
-
-
-def _run_dlpack(call: Call) -> Outcome:
-    from sparse_decode.bridge import sparse_decode_attention
-
-    return _in_place(call, sparse_decode_attention, route="dlpack")
+    return _in_place(call, sparse_decode_attention, route=route)
 
 
 def _run_triton_on_jax(call: Call) -> Outcome:
@@ -219,7 +214,17 @@ def _run_triton_on_jax(call: Call) -> Outcome:
 PATHS = (
     Path("pallas", "Pallas kernels in JAX", _jax_status, _run_pallas),
     Path("triton", "Triton kernels in PyTorch", _torch_status, _run_triton),
-    Path("direct", "Pallas kernels on PyTorch's stream", _direct_status, _run_direct),
-    Path("dlpack", "Pallas kernels in JAX, PyTorch's tensors", _dlpack_status, _run_dlpack),
+    Path(
+        "direct",
+        "Pallas kernels on PyTorch's stream",
+        _direct_status,
+        partial(_run_bridge, "direct"),
+    ),
+    Path(
+        "dlpack",
+        "Pallas kernels in JAX, PyTorch's tensors",
+        _dlpack_status,
+        partial(_run_bridge, "dlpack"),
+    ),
     Path("triton-on-jax", "Triton kernels, JAX's arrays", _both_status, _run_triton_on_jax),
 )

@@ -69,6 +69,16 @@ def geometry(tensors: Mapping[str, torch.Tensor | None], options: Mapping[str, o
     return check_call(**specs, **options)  # type: ignore[arg-type]
 
 
+def refuse_gradients(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError for the first tensor, by name, that requires a gradient."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor without gradient, as there is no backward pass, got "
+                "requires_grad=True; detach it or call under torch.no_grad()"
+            )
+
+
 def remembered(
     function: Callable[_Arguments, _Result], maxsize: int = 4096
 ) -> Callable[_Arguments, _Result]:

@@ -101,7 +101,7 @@ def sparse_decode_attention(
         clear_inactive,
     )
     if torch.is_grad_enabled():
-        _refuse_gradients(
+        torch_arrays.refuse_gradients(
             query=query, cache=cache, output=output, k_scale=k_scale, v_scale=v_scale, gate=gate
         )
     if not launch.rows:
@@ -273,15 +273,6 @@ def _check_device(device: torch.device, fp8: bool) -> bool:
             f"({torch.cuda.get_device_name(device)})"
         )
     return capability >= PDL_CAPABILITY
-
-
-def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: expected a tensor without gradient, as there is no backward pass, got "
-                "requires_grad=True; detach it or call under torch.no_grad()"
-            )
 
 
 def _on(device: torch.device) -> nullcontext | torch.cuda.device:
