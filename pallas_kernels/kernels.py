@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from sparse_decode.contract import HEAD_DIM, REGION_TOKENS
+from sparse_decode.contract import FP8_QUERY_MAX, HEAD_DIM, REGION_TOKENS
 from sparse_decode.plan import Plan
 
 LOG2_E = math.log2(math.e)
@@ -167,14 +167,17 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
     """Loads `[padded heads, width]` pieces of a row's queries; padding heads are zero."""
     row_stride, head_stride = plan.query_strides
     head = jnp.arange(plan.padded_heads, dtype=jnp.int32)[:, None]
-    return [
-        plt.load(
+    pieces = []
+    for dims in _dims(plan):
+        piece = plt.load(
             query_ref.at[_line(row, row_stride), head * head_stride + dims[None, :]],
             mask=jnp.broadcast_to(head < plan.geometry.heads, (plan.padded_heads, dims.shape[0])),
             other=0,
-        ).astype(plan.operand)
-        for dims in _dims(plan)
-    ]
+        )
+        if plan.geometry.fp8:
+            piece = jnp.clip(piece.astype(jnp.float32), -FP8_QUERY_MAX, FP8_QUERY_MAX)
+        pieces.append(piece.astype(plan.operand))
+    return pieces
 
 
 # --- split

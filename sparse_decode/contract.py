@@ -17,6 +17,10 @@ REGION_TOKENS = 8
 MAX_HEADS = 16
 MAX_SPLITS = 256
 
+# With an FP8 cache the query is an operand in float16: elements beyond its largest finite value are
+# taken as that value, and NaN stays NaN.
+FP8_QUERY_MAX = 65504.0
+
 # The first GPUs that convert FP8 E4M3 have this compute capability.
 FP8_CAPABILITY = (8, 9)
 

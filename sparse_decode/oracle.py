@@ -13,7 +13,7 @@ import numpy as np
 from ml_dtypes import float8_e4m3fn
 
 from sparse_decode.call import Call
-from sparse_decode.contract import HEAD_DIM, REGION_TOKENS
+from sparse_decode.contract import FP8_QUERY_MAX, HEAD_DIM, REGION_TOKENS
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ def evaluate(call: Call, *, plain: bool = False) -> Reference:
                 continue
             lines = cache[pages, row % geometry.groups, offsets].astype(work)
             keys, values = lines[:, :HEAD_DIM], lines[:, HEAD_DIM:]
-            query = call.query[row]
-            query = (query.astype(operand) if plain else query).astype(work)
+            query = call.query[row].astype(work)
+            if geometry.fp8:
+                query = np.clip(query, -FP8_QUERY_MAX, FP8_QUERY_MAX)
+            query = query.astype(operand).astype(work) if plain else query
             factor = work(call.scale) * k_scale
             logits = (query @ keys.T) * factor
             pivot = logits.max(axis=1, keepdims=True)

@@ -30,6 +30,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 HEAD_DIM = tl.constexpr(contract.HEAD_DIM)
 REGION_TOKENS = tl.constexpr(contract.REGION_TOKENS)
+FP8_QUERY_MAX = tl.constexpr(contract.FP8_QUERY_MAX)
 HEADS_PADDED = tl.constexpr(contract.MAX_HEADS)
 TILE_SLOTS = tl.constexpr(8)
 TILE_TOKENS = tl.constexpr(8 * contract.REGION_TOKENS)
@@ -86,6 +87,16 @@ def _load_lines(line_ptrs, attended, OPERAND: tl.constexpr):
     dim = tl.arange(0, PIECE)
     lines = tl.load(line_ptrs[:, None] + dim[None, :], mask=attended[:, None], other=0.0)
     return lines.to(OPERAND)
+
+
+@triton.jit
+def _load_query(query_ptrs, is_head, OPERAND: tl.constexpr, FP8: tl.constexpr):
+    """64 elements of each head's query, `[padded heads, 64]` as `OPERAND`; 0 in padding heads."""
+    query = tl.load(query_ptrs, mask=is_head[:, None], other=0.0)
+    if FP8:
+        limit: tl.constexpr = FP8_QUERY_MAX
+        query = tl.clamp(query.to(tl.float32), -limit, limit, tl.PropagateNan.ALL)
+    return query.to(OPERAND)
 
 
 @triton.jit
@@ -195,12 +206,15 @@ def _split(
     query_ptrs = (
         query_ptr + row * query_row_stride + head.to(tl.int64)[:, None] * query_head_stride + dim
     )
-    query0 = tl.load(query_ptrs, mask=is_head[:, None], other=0.0).to(OPERAND)
-    query1 = tl.load(query_ptrs + PIECE, mask=is_head[:, None], other=0.0).to(OPERAND)
-    query2 = tl.load(query_ptrs + 2 * PIECE, mask=is_head[:, None], other=0.0).to(OPERAND)
+    query0 = _load_query(query_ptrs, is_head, OPERAND, FP8)
+    query1 = _load_query(query_ptrs + PIECE, is_head, OPERAND, FP8)
+    query2 = _load_query(query_ptrs + 2 * PIECE, is_head, OPERAND, FP8)
 
+    part = (row * SPLITS + split) * HEADS + head
     if not active:
-        if SPLITS == 1 and CLEAR_INACTIVE:
+        if SPLITS > 1:
+            tl.store(lse_ptr + part, float("-inf"), mask=is_head)
+        elif CLEAR_INACTIVE:
             zero = tl.zeros([HEADS_PADDED, PIECE], output_ptr.dtype.element_ty)
             for piece in tl.static_range(HEAD_DIM // PIECE):
                 tl.store(output_ptrs + piece * PIECE, zero, mask=is_head[:, None])
@@ -213,11 +227,13 @@ def _split(
     first_tile = split * share
     last_tile = tl.minimum(first_tile + share, tiles)
 
-    lse_ptrs = lse_ptr
     if SPLITS > 1:
-        lse_ptrs += (row * SPLITS + split) * HEADS + head
+        partial_ptrs = partial_ptr + part[:, None] * HEAD_DIM + dim
         if first_tile >= last_tile:
-            tl.store(lse_ptrs, tl.full([HEADS_PADDED], float("-inf"), tl.float32), mask=is_head)
+            zero = tl.zeros([HEADS_PADDED, PIECE], tl.float32)
+            for piece in tl.static_range(HEAD_DIM // PIECE):
+                tl.store(partial_ptrs + piece * PIECE, zero, mask=is_head[:, None])
+            tl.store(lse_ptr + part, float("-inf"), mask=is_head)
             return
 
     group = row % GROUPS
@@ -283,10 +299,7 @@ def _split(
         tl.store(output_ptrs + 2 * PIECE, value2, mask=is_head[:, None])
     else:
         lse = tl.where(blank, float("-inf"), largest + tl.log2(total))
-        partial_ptrs = (
-            partial_ptr + ((row * SPLITS + split) * HEADS + head)[:, None] * HEAD_DIM + dim
-        )
-        tl.store(lse_ptrs, lse, mask=is_head)
+        tl.store(lse_ptr + part, lse, mask=is_head)
         tl.store(partial_ptrs, value0 * factor, mask=is_head[:, None])
         tl.store(partial_ptrs + PIECE, value1 * factor, mask=is_head[:, None])
         tl.store(partial_ptrs + 2 * PIECE, value2 * factor, mask=is_head[:, None])
@@ -331,7 +344,6 @@ def _combine(
                 tl.store(output_ptrs + piece * PIECE, tl.zeros([PIECE], OUTPUT))
         return
 
-    blank = lse == float("-inf")
     largest = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(weights, 0)
@@ -342,8 +354,6 @@ def _combine(
     gate = _gate(gate_ptr, gate_offset, None, GATED)
     partial_ptrs = partial_ptr + place[:, None] * HEAD_DIM + dim
     for piece in tl.static_range(HEAD_DIM // PIECE):
-        # The partial of a blank split was never written.
         partial = tl.load(partial_ptrs + piece * PIECE, mask=is_split[:, None], other=0.0)
-        partial = tl.where(blank[:, None], 0.0, partial * weights[:, None])
-        attention = tl.sum(partial, 0)
+        attention = tl.sum(partial * weights[:, None], 0)
         tl.store(output_ptrs + piece * PIECE, _finish(attention, gate, OUTPUT, GATED))
