@@ -136,15 +136,25 @@ def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
     return decoded
 
 
-def _load_lines(plan: Plan, cache_ref, page, element, valid, first: int) -> list[jax.Array]:
-    """Loads `[tile, width]` pieces of keys (`first` 0) or values (`first` = `plan.line`)."""
+def _load_lines(
+    plan: Plan, cache_ref, page, element, valid, first: int, transposed: bool = False
+) -> list[jax.Array]:
+    """Loads `[tile, width]` pieces of keys (`first` 0) or values (`first` = `plan.line`).
+
+    Transposed pieces are `[width, tile]`, as the product with FP8 values takes them: words are then
+    copied asynchronously to shared memory and only decoded on their way out of it. For 16 bits the
+    same costs more registers than it saves.
+    """
+    token_axis = 1 if transposed else 0
+    page, element, valid = (
+        jnp.expand_dims(x, 1 - token_axis)
+        for x in (_line(page, plan.cache_strides[0]), element, valid)
+    )
     tiles = []
     for begin, width in plan.pieces:
-        column = first + begin + jnp.arange(width, dtype=jnp.int32)
-        at = cache_ref.at[
-            _line(page, plan.cache_strides[0])[:, None], element[:, None] + column[None, :]
-        ]
-        tile = plt.load(at, mask=valid[:, None], other=jnp.zeros((), cache_ref.dtype))
+        column = jnp.expand_dims(first + begin + jnp.arange(width, dtype=jnp.int32), token_axis)
+        at = cache_ref.at[page, element + column]
+        tile = plt.load(at, mask=valid, other=jnp.zeros((), cache_ref.dtype))
         if plan.words:
             tiles += _decode(plan, tile)
         else:
@@ -210,7 +220,9 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         first_slot = geometry.slots - live + tile * config.tile_regions
         page, element, valid = _locate(plan, refs, row, first_slot, position, offset)
         keys = _load_lines(plan, refs["cache"], page, element, valid, 0)
-        values = _load_lines(plan, refs["cache"], page, element, valid, plan.line)
+        values = _load_lines(
+            plan, refs["cache"], page, element, valid, plan.line, transposed=geometry.fp8
+        )
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
         logits = jnp.where(valid[:, None], logits, -jnp.inf)
@@ -221,7 +233,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         total = total * shrink[None, :] + weights
         weights = weights.astype(plan.operand)
         sums = tuple(
-            acc * shrink[None, :] + _dot(value, 0, weights, 0)
+            acc * shrink[None, :] + _dot(value, int(geometry.fp8), weights, 0)
             for acc, value in zip(sums, values, strict=True)
         )
         return new_peak, total, sums
@@ -232,15 +244,17 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         jnp.zeros((config.tile, heads), jnp.float32),
         tuple(jnp.zeros((piece.shape[1], heads), jnp.float32) for piece in query),
     )
-    begin = lax.div(split * tiles, jnp.int32(config.splits))
-    end = lax.div((split + 1) * tiles, jnp.int32(config.splits))
+    share, rest = _divide(tiles, config.splits)
+    begin = split * share + jnp.minimum(split, rest)
+    end = begin + share + (split < rest)
     peak, total, sums = lax.fori_loop(begin, end, attend, empty)
-    total = jnp.sum(total, axis=0)
+    total = _release(plan, jnp.sum(total, axis=0))
 
     none = total == 0
-    norm = jnp.where(none, 0.0, 1.0 / jnp.where(none, 1.0, total))
+    norm = 1.0 / jnp.where(none, 1.0, total)
     if geometry.fp8:
         norm = norm * refs["v_scale"][0]
+    norm = jnp.where(none, 0.0, norm)
     lse = jnp.where(none, -jnp.inf, peak + jnp.log2(jnp.where(none, 1.0, total)))
     head = jnp.arange(heads, dtype=jnp.int32)
     present = head < geometry.heads
@@ -353,6 +367,20 @@ def _wait(plan: Plan, row: jax.Array) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct((1,), row.dtype)],
     )
     return jnp.max(known)
+
+
+def _release(plan: Plan, x: jax.Array) -> jax.Array:
+    """`x`; once all programs have it, the next kernel's may take their places and wait there."""
+    if not plan.dependent_launch:
+        return x
+    (same,) = plt.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return same
 
 
 def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:

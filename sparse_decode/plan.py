@@ -74,25 +74,31 @@ def default_config(geometry: Geometry) -> Config:
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
     the fixed cost of a program, which is that of about four tiles. Where two programs or fewer come
-    to a multiprocessor, each takes four warps to be done sooner.
+    to a multiprocessor, each takes four warps to be done sooner; where one comes to each even with
+    tiles of half the size, it takes these. Combine has a program for every 64 dims while that makes
+    few of them.
     """
-    tiles = -(-geometry.slots * REGION_TOKENS // 64)
-    at_once = 4 * 132
+    tokens = geometry.slots * REGION_TOKENS
+    tiles = -(-tokens // 64)
+    multiprocessors = 132
+    at_once = 4 * multiprocessors
 
     def estimate(splits: int) -> tuple[int, int]:
         rounds = -(-geometry.rows * splits // at_once)
         return rounds * (-(-tiles // splits) + 4), splits
 
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
-    programs = geometry.rows * splits
-    few = programs <= at_once // 2 and geometry.heads <= 8
+    few = geometry.rows * splits <= at_once // 2 and geometry.heads <= 8
+    tile = 64 if few or (geometry.fp8 and geometry.heads <= 8) else 32
+    if few and geometry.rows * -(-tokens // 32) <= multiprocessors:
+        splits, tile = -(-tokens // 32), 32
     return Config(
         splits=splits,
-        tile=64 if few or (geometry.fp8 and geometry.heads <= 8) else 32,
+        tile=tile,
         warps=4 if few else 2,
         stages=3 if few else 6,
-        combine_warps=1 if splits <= 64 else 2,
-        combine_width=64,
+        combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
+        combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )
 
 

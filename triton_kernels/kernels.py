@@ -223,9 +223,8 @@ def _split(
     position = tl.maximum(tl.minimum(position, MAX_INT32), -1).to(tl.int32)
     live = tl.minimum(tl.maximum(position, 0) // REGION_TOKENS + 1, SLOTS)
     tiles = tl.cdiv(live, TILE_SLOTS)
-    share = tl.cdiv(tiles, SPLITS)
-    first_tile = split * share
-    last_tile = tl.minimum(first_tile + share, tiles)
+    first_tile = split * (tiles // SPLITS) + tl.minimum(split, tiles % SPLITS)
+    last_tile = first_tile + tiles // SPLITS + tl.where(split < tiles % SPLITS, 1, 0)
 
     if SPLITS > 1:
         partial_ptrs = partial_ptr + part[:, None] * HEAD_DIM + dim
@@ -285,7 +284,7 @@ def _split(
     if PDL:
         gdc_launch_dependents()
     blank = total == 0.0
-    factor = (value_scale / tl.where(blank, 1.0, total))[:, None]
+    factor = tl.where(blank, 0.0, value_scale / tl.where(blank, 1.0, total))[:, None]
     if SPLITS == 1:
         all_heads = group * HEADS + head
         gate_offset = row // GROUPS * gate_token_stride + all_heads * gate_head_stride
