@@ -24,8 +24,7 @@ CURVES = {
 LEGEND = (
     "Microseconds a launch: median and interquartile distance of replays. 'split' is the first "
     "Pallas kernel\nlaunched alone, 'rest' what both take longer; 'in JAX' is inside a jitted "
-    "program, compared with direct\nlaunches in a graph that find the L2 as it does; 'host' is an "
-    "eager call."
+    "program, compared with\nthe direct launches; 'host' is an eager call."
 )
 
 

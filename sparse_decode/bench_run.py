@@ -58,7 +58,7 @@ class Tools:
     pallas: Callable[[Workload], Callable[..., object]]
     gather: Callable[[Workload], Any] | None = None
     split: Callable[[Workload, torch.Tensor], Callable[[int], object] | None] = lambda *_: None
-    inside_jax: Callable[[Workload], dict[str, Any] | None] = lambda _: None
+    inside_jax: Callable[[Workload], dict[str, Time] | None] = lambda _: None
 
 
 def triton_path(workload: Workload) -> Callable[..., object]:
@@ -148,7 +148,11 @@ def measure_setting(workload: Workload, bandwidth: float, tools: Tools) -> dict[
         split = tools.measure(alone)
         result["split"] = split._asdict()
         result["rest"] = pallas - split.median
-    result["jax"] = tools.inside_jax(workload)
+    inside = tools.inside_jax(workload)
+    if inside:
+        excess = inside["attention"].median / pallas - 1
+        inside = {**{name: time._asdict() for name, time in inside.items()}, "excess": excess}
+    result["jax"] = inside
     return result
 
 
@@ -273,7 +277,7 @@ def run(
     began = time.perf_counter()
     compile_all(settings, pool_bytes)
     says("compiling the JAX programs")
-    inside_jax, why_not = _jax_programs(settings, pool_bytes, replays)
+    inside_jax, why_not = _jax_programs(settings, pool_bytes)
     compiled = time.perf_counter() - began
     says("copying")
     from sparse_decode.bench_floor import copy_bandwidth
@@ -288,9 +292,8 @@ def run(
             "pool_bytes": pool_bytes,
             "replays": replays,
             "jax": why_not
-            or "attention: a jitted loop over all sets minus the same loop without the attention; "
-            "direct: the direct launch in a CUDA graph with as warm an L2; excess: of one over the "
-            "other",
+            or "attention: a jitted program over all sets minus one without the attention; "
+            "excess: over the direct launch in a CUDA graph",
         },
         "copy_bandwidth": bandwidth,
         "peers": {peer.name: peer.absent() or "measured" for peer in PEERS},
@@ -321,7 +324,7 @@ def check_memory(pool_bytes: int) -> None:
 
 
 def _jax_programs(
-    settings: Sequence[Setting], pool_bytes: int, replays: int
+    settings: Sequence[Setting], pool_bytes: int
 ) -> tuple[Callable[[Workload], Any], str | None]:
     """Times a workload inside JAX where there is a program for it; or why there is none."""
     # Compiling costs seconds for each; the headline shows what there is to see.
@@ -336,19 +339,9 @@ def _jax_programs(
 
     programs = bench_jax.compile_all(chosen, pool_bytes)
 
-    def inside(workload: Workload) -> dict[str, Any] | None:
+    def inside(workload: Workload) -> dict[str, Time] | None:
         mine = programs.get(workload.setting)
-        if mine is None:
-            return None
-        times = {**bench_jax.microseconds(mine, workload)}
-        # The loop leaves the L2 as it is, so that it is compared with launches that do, too.
-        output = workload.output()
-        calls = [workload.call(index, output) for index in range(len(workload.sets))]
-        times["direct"] = graph_microseconds(
-            lambda index: sparse_decode_attention(**calls[index]), replays, cold=False
-        )
-        excess = times["attention"].median / times["direct"].median - 1
-        return {**{name: time._asdict() for name, time in times.items()}, "excess": excess}
+        return mine and bench_jax.microseconds(mine, workload)
 
     return inside, None
 
