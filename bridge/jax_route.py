@@ -29,6 +29,7 @@ from sparse_decode.pallas_kernels import PackedCache
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.pallas_kernels.op import describe_cache
 from sparse_decode.plan import Plan, make_plan
+from sparse_decode.validation import check_indices, check_option
 
 if TYPE_CHECKING:
     from sparse_decode.bridge.op import _Call
@@ -223,6 +224,7 @@ def triton_sparse_decode_attention(
     v_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
     dtype: jnp.dtype | type | str | None = None,
+    validate: bool = False,
 ) -> jax.Array:
     """The Triton path on JAX arrays: lends them to PyTorch and returns a JAX array.
 
@@ -243,16 +245,20 @@ def triton_sparse_decode_attention(
         v_scale: The same for v.
         gate: `[tokens, groups * heads]`, or None.
         dtype: bfloat16 or float16, of the result; None takes the dtype of `query`.
+        validate: Look for indices that cannot be meant first, and wait for the answer; see
+            `sparse_decode.validation.check_indices`.
 
     Returns:
         `[rows, heads, 192]` in that dtype; inactive rows are zero.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the Triton path's `sparse_decode_attention`.
-            As `ZeroCopyError`: an array is traced, deleted or donated, or PyTorch cannot take it.
+            Also ValueError where validation found an index. As `ZeroCopyError`: an array is traced,
+            deleted or donated, or PyTorch cannot take it.
     """
     from sparse_decode.triton_kernels import sparse_decode_attention, sparse_decode_splits
 
+    check_option(validate)
     needed = {
         "query": query,
         "regions": regions,
@@ -266,6 +272,9 @@ def triton_sparse_decode_attention(
     for name, array in (needed | present).items():
         lent[name] = _lent(name, array)
     lent["cache"] = _lent_pages(cache) if isinstance(cache, PackedCache) else _lent("cache", cache)
+    if validate:
+        indices = ("cache", "regions", "block_table", "positions", "active")
+        check_indices(**{name: lent[name] for name in indices}, query_len=query_len)
     made_of = getattr(torch, jnp.dtype(query.dtype if dtype is None else dtype).name)
     lent["output"] = output = torch.empty_like(lent["query"], dtype=made_of)
     sparse_decode_attention(

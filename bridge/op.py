@@ -23,6 +23,7 @@ from sparse_decode.bridge.lowering import DEVICE_KINDS, Buffer
 from sparse_decode.contract import ARRAY_NAMES, ArraySpec, Geometry
 from sparse_decode.plan import Config, Plan, make_plan
 from sparse_decode.torch_arrays import Key
+from sparse_decode.validation import check_indices, check_option
 
 Route = Literal["direct", "dlpack"]
 
@@ -55,6 +56,7 @@ def sparse_decode_attention(
     gate: torch.Tensor | None = None,
     route: Route = "direct",
     config: Config | None = None,
+    validate: bool = False,
 ) -> None:
     """Attention of each (token, group) row over its selected regions, written into `output`.
 
@@ -81,16 +83,24 @@ def sparse_decode_attention(
             such a call was made or warmed up before. "dlpack" runs in JAX, ordered with torch's
             current stream; on CPU tensors it runs Pallas' interpreter and copies the result.
         config: Launch settings; None takes `sparse_decode.plan.default_config`.
+        validate: Look for indices that cannot be meant first, and wait for the answer; see
+            `sparse_decode.validation.check_indices`. Not in a CUDA graph or a compiled function.
 
     Raises:
         TypeError: An argument is no tensor, or a dtype or the type of an option is wrong.
-        ValueError: A shape, stride, device or option is wrong, an FP8 scale is missing, or a tensor
-            requires a gradient. As `ZeroCopyError`: JAX cannot take a tensor as it is.
+        ValueError: A shape, stride, device or option is wrong, an FP8 scale is missing, a tensor
+            requires a gradient, or validation found an index. As `ZeroCopyError`: JAX cannot take a
+            tensor as it is.
         NotImplementedError: The device or an installed version cannot run the kernels by this
             route.
-        RuntimeError: A CUDA graph is being captured, and the kernels are not loaded or the route
-            is "dlpack".
+        RuntimeError: A CUDA graph is being captured, and the kernels are not loaded, the route is
+            "dlpack", or indices are to be validated, which `torch.compile` cannot do either.
     """
+    tensors = (
+        query, cache, regions, block_table, positions, active, output, k_scale, v_scale, gate
+    )  # fmt: skip
+    if validate is not False:
+        _validate(tensors, validate, scale, query_len, splits, clear_inactive, route, config)
     if torch.compiler.is_compiling():
         from sparse_decode.bridge.torch_op import attention
 
@@ -99,15 +109,7 @@ def sparse_decode_attention(
             splits, clear_inactive, k_scale, v_scale, gate, route, _pack_config(config),
         )  # fmt: skip
         return
-    _attend(
-        (query, cache, regions, block_table, positions, active, output, k_scale, v_scale, gate),
-        scale,
-        query_len,
-        splits,
-        clear_inactive,
-        route,
-        config,
-    )
+    _attend(tensors, scale, query_len, splits, clear_inactive, route, config)
 
 
 def _attend(tensors: _Tensors, *options: Any) -> None:
@@ -133,6 +135,20 @@ def _attend(tensors: _Tensors, *options: Any) -> None:
     if program is None or not program.accepts(addresses):
         program = _build(call, _alignments(addresses))
     program.launch_at(call.device, addresses)
+
+
+def _validate(tensors: _Tensors, validate: object, *options: Any) -> None:
+    """Checks a call and then what its index tensors hold; the arguments are those of `_attend`."""
+    check_option(validate)
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "validate: expected False in a compiled function, which cannot look at values; call "
+            "sparse_decode.validation.check_indices outside of it"
+        )
+    _call(_keys(tensors), *options)
+    given = dict(zip(ARRAY_NAMES, tensors, strict=True))
+    names = ("cache", "regions", "block_table", "positions", "active")
+    check_indices(**{name: given[name] for name in names}, query_len=options[1])
 
 
 @dataclass(frozen=True)
@@ -210,6 +226,7 @@ def _describe(
     """The call with these arguments; its tensors may be said to lie on another device."""
     defaults = {"query_len": 1, "splits": None, "clear_inactive": True, "config": None}
     arguments = {**defaults, **arguments}
+    arguments.pop("validate", None)
     keys = _keys(tuple(arguments.pop(name, None) for name in ARRAY_NAMES))
     if device is not None:
         keys = tuple(key and (*key[:3], device) for key in keys)

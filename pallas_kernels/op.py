@@ -24,6 +24,7 @@ from sparse_decode.contract import (
 )
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.plan import Config, Plan, make_plan
+from sparse_decode.validation import check_indices, check_option
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +55,11 @@ class PackedCache:
     token_stride: int | None = dataclasses.field(default=None, metadata={"static": True})
     offset_unit: int = dataclasses.field(default=16, metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(pages, groups, page_size, 384)`, as of a cache that is an array."""
+        return self.storage.shape[0], self.groups, self.page_size, CACHE_DIM
+
     def strides(self) -> tuple[int, int, int, int]:
         """Elements between pages, groups, tokens and dims."""
         token = CACHE_DIM if self.token_stride is None else self.token_stride
@@ -79,6 +85,7 @@ def sparse_decode_attention(
     gate: jax.Array | None = None,
     return_lse: bool = False,
     config: Config | None = None,
+    validate: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends to selected regions of a paged KV cache.
 
@@ -112,6 +119,8 @@ def sparse_decode_attention(
         gate: `[tokens, groups * heads]`, bfloat16, float16 or float32, before its sigmoid; or None.
         return_lse: Whether to return lse as well.
         config: Launch settings; None takes `default_config`.
+        validate: Look for indices that cannot be meant first, and wait for the answer; see
+            `sparse_decode.validation.check_indices`. Not where they are traced.
 
     Returns:
         `[rows, heads, 192]` in the dtype of `output` or `query`; with `return_lse` also the
@@ -119,8 +128,9 @@ def sparse_decode_attention(
         attended.
 
     Raises:
-        TypeError: A dtype or the type of an argument is wrong.
-        ValueError: A shape or an option is wrong, or an FP8 scale is missing.
+        TypeError: A dtype or the type of an argument is wrong, or indices to validate are traced.
+        ValueError: A shape or an option is wrong, an FP8 scale is missing, or validation found an
+            index.
         NotImplementedError: The GPU has no FP8 conversion, an FP8 cache is laid out in odd strides
             and larger than 2 GiB, or the call is differentiated.
     """
@@ -139,6 +149,7 @@ def sparse_decode_attention(
     specs = {name: _describe(name, array) for name, array in arrays.items()}
     specs["cache"] = describe_cache(cache)
     _check_options(splits, config, return_lse)
+    check_option(validate)
     geometry = check_call(
         **specs,
         scale=scale,
@@ -147,6 +158,15 @@ def sparse_decode_attention(
         clear_inactive=clear_inactive,
     )
     _check_fp8(geometry)
+    if validate:
+        check_indices(
+            cache=cache,
+            regions=regions,
+            block_table=block_table,
+            positions=positions,
+            active=active,
+            query_len=query_len,
+        )
     if geometry.rows == 0:
         empty = jnp.zeros(query.shape, geometry.output_dtype)
         return (empty, jnp.zeros(query.shape[:2], jnp.float32)) if return_lse else empty
@@ -302,7 +322,7 @@ def describe_cache(cache: object) -> ArraySpec:
         value = getattr(cache, name)
         if value is not None or not name.endswith("stride"):
             check_count(f"cache.{name}", value, 1 if name == "offset_unit" else 0, None)
-    pages, page_stride = storage.shape
+    page_stride = storage.shape[1]
     _, group_stride, token_stride, _ = strides = cache.strides()
     reach = (cache.groups - 1) * group_stride + (cache.page_size - 1) * token_stride + CACHE_DIM
     if reach > page_stride:
@@ -312,8 +332,7 @@ def describe_cache(cache: object) -> ArraySpec:
             f"page size {cache.page_size} * stride {token_stride}"
         )
     _check_offset(cache, page_stride - reach)
-    shape = (pages, cache.groups, cache.page_size, CACHE_DIM)
-    return ArraySpec(shape, storage.dtype, strides)
+    return ArraySpec(cache.shape, storage.dtype, strides)
 
 
 def _check_offset(cache: PackedCache, last: int) -> None:

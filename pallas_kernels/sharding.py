@@ -272,7 +272,8 @@ def context_attention(
         v_scale: As `sparse_decode_attention`.
         gate: As `sparse_decode_attention`; applied once, after the merge.
         return_lse: As `sparse_decode_attention`.
-        **options: The other options of `sparse_decode_attention`.
+        **options: The other options of `sparse_decode_attention`, without `validate`: a page that
+            another device has looks like a mistake here.
 
     Returns:
         As `sparse_decode_attention`, the same on every device of the axis.
