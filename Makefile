@@ -30,8 +30,29 @@ demo-gpu: links ## The same with PYTHON=... as it is (JAX and PyTorch with CUDA)
 test: $(VENV)/.installed ## Set up, then run every test that needs no GPU; ARGS='-k name' selects
 	CUDA_VISIBLE_DEVICES= $(RUN) -m pytest -n 2 --dist worksteal --timeout 600 -m "not gpu" $(ARGS)
 
-test-gpu: links ## Run the GPU tests with PYTHON=... as it is, no install
-	SPARSE_DECODE_GPU_TESTS=1 $(RUN_BARE) -m pytest -m gpu $(ARGS)
+# The tests marked gpu in three phases: those that mind no company, side by side; those that want the
+# machine for themselves; soak and sanitizer. A phase in which no test is found fails, unless ARGS
+# select and another phase has some. PHASES=serial runs one of them alone.
+WORKERS      ?= $(shell cores=$$(nproc); echo $$((cores < 12 ? cores : 12)))
+SOAK_MINUTES ?= 10
+PHASES       ?= parallel serial long
+parallel     := -n $(WORKERS) --dist worksteal -m 'gpu and not serial and not long'
+serial       := -m 'gpu and serial'
+long         := -n 6 --dist worksteal -m 'gpu and long'
+GPU_TESTS     = SPARSE_DECODE_GPU_TESTS=1 SPARSE_DECODE_SOAK_MINUTES=$(SOAK_MINUTES) \
+	$(RUN_BARE) -m pytest
+
+test-gpu: links ## Run every GPU test with PYTHON=... as it is, no install; PHASES= chooses
+	@found=; failed=; \
+	$(foreach phase,$(PHASES),$(call run_phase,$(phase));) \
+	test "$$found" || { echo "no test was found" >&2; exit 1; }; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+# pytest's status is 5 where no test was found.
+run_phase = $(if $($(1)),,$(error PHASES: expected parallel, serial or long, got $(1))) \
+	echo "--- $(1)"; $(GPU_TESTS) $($(1)) $(ARGS); \
+	case $$? in 0) found=1;; 5) $(if $(ARGS),,failed="$$failed $(1)");; \
+	*) found=1; failed="$$failed $(1)";; esac
 
 lint: $(VENV)/.installed-dev ## Check style and format
 	$(VENV)/bin/ruff check
