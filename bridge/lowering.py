@@ -16,7 +16,6 @@ import json
 import math
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -307,10 +306,11 @@ class _Jax:
         mesh = self._mesh((1,), ("x",), (self._auto,), abstract_device=abstract)
         with ExitStack() as stack:
             stack.enter_context(_LOWERING)
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-            )
+            if hasattr(self._registration, "deprecations"):
+                # JAX 0.11 and newer warn at each lowering. A filter would hold for all threads, and
+                # make Python forget what it has shown once.
+                silent = mock.Mock(spec=["warn"])
+                stack.enter_context(mock.patch.object(self._registration, "deprecations", silent))
             stack.enter_context(self._jax.enable_x64(False))
             stack.enter_context(self._jax.default_device(device))
             stack.enter_context(self._use_mesh(mesh))

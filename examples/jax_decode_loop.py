@@ -15,9 +15,9 @@ its dtypes; some steps are checked for that. The exit status is 1 if one is not.
 
 import argparse
 import functools
+import statistics
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +27,7 @@ import numpy as np
 
 from sparse_decode.devices import use_interpreters_without_gpu
 
-INTERPRETED = use_interpreters_without_gpu()  # before JAX is imported
-
-# JAX 0.11 and newer say this each time a Pallas kernel is lowered through Triton.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+use_interpreters_without_gpu()  # before JAX is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -79,6 +76,7 @@ class Sizes:
     )
     check_every: int = 8
     timed_steps: int = 3
+    timed_runs: int = 3
 
     @property
     def max_pages(self) -> int:
@@ -103,6 +101,7 @@ LARGE = Sizes(
     requests=tuple(Request(40 * i, 200 + 613 * i % 1500, 64 + 37 * i % 200) for i in range(40)),
     check_every=256,
     timed_steps=100,
+    timed_runs=9,
 )
 SCALE = HEAD_DIM**-0.5
 KV_SCALE = 10 / 448  # keys and values up to 10 fit
@@ -372,18 +371,22 @@ def full_batch(sizes: Sizes, steps: int) -> Tree:
     return jax.tree.map(jnp.array, state)
 
 
-def milliseconds(sizes: Sizes, step: Callable[..., Any], weights: Tree, memory: Tree):
-    """Time of a step with a full batch, and the memory again."""
-    warm = 2
-    state = full_batch(sizes, warm + sizes.timed_steps)
-    with jax.transfer_guard("disallow"):  # as in the loop: JAX may compile anew for another guard
-        for count in range(warm + sizes.timed_steps):
-            if count == warm:
-                jax.block_until_ready(memory)
-                begin = time.perf_counter()
-            memory, state, _ = step(weights, memory, state)
-        jax.block_until_ready(memory)
-    return (time.perf_counter() - begin) / sizes.timed_steps * 1e3, memory
+def milliseconds(
+    sizes: Sizes, step: Callable[..., Any], weights: Tree, memory: Tree
+) -> tuple[float, Tree]:
+    """Time of a step with a full batch, the median of several runs; and the memory again."""
+    warm, times = 2, []
+    for _ in range(sizes.timed_runs):
+        state = full_batch(sizes, warm + sizes.timed_steps)
+        with jax.transfer_guard("disallow"):  # as in the loop: another guard may compile anew
+            for count in range(warm + sizes.timed_steps):
+                if count == warm:
+                    jax.block_until_ready(memory)
+                    begin = time.perf_counter()
+                memory, state, _ = step(weights, memory, state)
+            jax.block_until_ready(memory)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) / sizes.timed_steps * 1e3, memory
 
 
 def run(sizes: Sizes) -> int:
@@ -420,21 +423,27 @@ def run(sizes: Sizes) -> int:
                     for rows in (same, other)
                 )
             )
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard(
+            "disallow"
+        ):  # raises if the step moves anything to or from the host
             memory, batch.state, _ = step(weights, memory, batch.state)
         number += 1
     print("(distance from dense attention, in units of the roundings allowed)")
     tokens = sum(map(len, batch.done.values()))
     print(f"{len(batch.done)} requests, {tokens} new tokens, {number} steps")
 
+    on_gpu = jax.default_backend() == "gpu"
     whole, memory = milliseconds(sizes, step, weights, memory)
     without, memory = milliseconds(sizes, rest, weights, memory)
     print(
         f"{whole:.2f} ms a step with a full batch: {whole - without:.2f} ms attention, "
         f"{without:.2f} ms the rest"
-        + (" (in the interpreter, which says nothing about a GPU)" if INTERPRETED else "")
+        + ("" if on_gpu else " (in the interpreter, which says nothing about a GPU)")
     )
-    print(f"the step was traced {len(traces)} time, compiled {step._cache_size()} time")
+    print(
+        f"the step was traced {len(traces)} time, compiled {step._cache_size()} time; "
+        "no step moved anything between host and device"
+    )
     faults += len(traces) != 1 or step._cache_size() != 1
     faults += len(batch.done) != len(sizes.requests)
     print("Dense attention where all is covered." if not faults else f"{faults} faults.")

@@ -1,8 +1,8 @@
 """Decode attention over selected regions of a paged KV cache, as Pallas kernels for JAX."""
 
-from sparse_decode._require import require_supported
+from sparse_decode._require import require_pallas_triton
 
-require_supported("jax", needed_by=__name__)
+require_pallas_triton(needed_by=__name__)
 
 from sparse_decode.pallas_kernels.merge import merge, partial_attention  # noqa: E402
 from sparse_decode.pallas_kernels.op import (  # noqa: E402

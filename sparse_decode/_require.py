@@ -96,3 +96,24 @@ def require_supported(module: str, *, needed_by: str | None = None) -> ModuleTyp
     found = require(module, extra=extra, needed_by=needed_by)
     check_version(module, found.__version__, oldest, below)
     return found
+
+
+def require_pallas_triton(*, needed_by: str | None = None) -> None:
+    """Checks that a supported JAX is there, with the Triton backend of Pallas.
+
+    Args:
+        needed_by: What needs it, for the message.
+
+    Raises:
+        MissingDependency: JAX is not installed.
+        NotImplementedError: Its version is not supported, or it has no Triton backend for Pallas.
+    """
+    version = require_supported("jax", needed_by=needed_by).__version__
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError as error:
+        oldest, below, _ = SUPPORTED["jax"]
+        raise NotImplementedError(
+            f"jax {version} has no Triton backend for Pallas ({error}), which the kernels are "
+            f"written for; sparse_decode needs jax >={oldest},<{below}"
+        ) from error

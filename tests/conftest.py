@@ -6,6 +6,7 @@ so that a run meant for the GPU cannot pass by skipping everything.
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import sys
@@ -61,3 +62,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def jax_busy():
+    """A function that queues at least 12 ms of work on JAX's GPU."""
+    from gpu_work import long_work
+
+    return long_work()
+
+
+@pytest.fixture
+def settled():
+    """Afterwards JAX has back all that it lent to PyTorch, so that no test disturbs the next."""
+    import torch
+
+    from sparse_decode.bridge import dlpack
+
+    yield
+    torch.cuda.synchronize()
+    assert dlpack.flush(30)
+    gc.collect()

@@ -1,4 +1,4 @@
-"""Long work in JAX, for tests of what happens while it is still queued."""
+"""Streams and long work, for tests of what happens while work is still queued."""
 
 import functools
 import time
@@ -6,6 +6,17 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import pytest
+import torch
+
+# About 10 ms of one spinning thread on a GPU of 1.5 to 2 GHz, for `torch.cuda._sleep`.
+TEN_MS = 20_000_000
+
+both_streams = pytest.mark.parametrize("kind", ["current", "side"])
+
+
+def stream_of(kind: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream() if kind == "side" else torch.cuda.current_stream()
 
 
 @functools.partial(jax.jit, static_argnums=1)

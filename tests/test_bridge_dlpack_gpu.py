@@ -15,19 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from gpu_work import long_work
+from gpu_work import TEN_MS, both_streams, stream_of
 
 from sparse_decode import bridge
 from sparse_decode.bridge import dlpack
 from sparse_decode.bridge.dlpack import ImportCache, ZeroCopyError, to_jax, to_torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
 
 ELEMENTS = 4 << 20
 RUNS = 200
-
-# About 10 ms of one spinning thread on a GPU of 1.5 to 2 GHz.
-TEN_MS = 20_000_000
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"),
@@ -36,27 +33,6 @@ DTYPES = [
 
 fill = jax.jit(lambda value: jnp.full((ELEMENTS,), value, jnp.float32))
 mean = jax.jit(lambda x: (x[0] + x[ELEMENTS // 2] + x[-1]) / 3)
-
-
-@pytest.fixture(scope="module")
-def jax_busy() -> Callable[[], jax.Array]:
-    """Queues at least 12 ms of work in JAX."""
-    return long_work()
-
-
-@pytest.fixture(autouse=True)
-def settled():
-    yield
-    torch.cuda.synchronize()
-    assert dlpack.flush(30)
-    gc.collect()
-
-
-def stream_of(kind: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream() if kind == "side" else torch.cuda.current_stream()
-
-
-both_streams = pytest.mark.parametrize("kind", ["current", "side"])
 
 
 def same(array: jax.Array, tensor: torch.Tensor) -> None:
@@ -180,6 +156,7 @@ def test_torch_reads_after_jax_has_written(kind: str, jax_busy) -> None:
     assert wrong == 0
 
 
+@pytest.mark.serial
 def test_the_host_does_not_wait(jax_busy) -> None:
     tensor = torch.zeros(ELEMENTS, device="cuda")
     mean(to_jax(tensor)).block_until_ready()
@@ -243,6 +220,7 @@ def test_dropped_view_of_a_jax_array(kind: str) -> None:
     assert wrong == 0
 
 
+@pytest.mark.serial
 @both_streams
 def test_the_probe_finds_what_plain_dlpack_does(kind: str) -> None:
     wrong, reused = wrong_after_dropping_a_view(torch.from_dlpack, kind, 20)

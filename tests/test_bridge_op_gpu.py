@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import jax.numpy as jnp  # noqa: E402
-from gpu_work import long_work  # noqa: E402
+from gpu_work import TEN_MS, both_streams, stream_of  # noqa: E402
 
 from sparse_decode import captures, torch_arrays  # noqa: E402
 from sparse_decode.bridge import (  # noqa: E402
@@ -31,39 +31,17 @@ from sparse_decode.cases import CASES, Case, build  # noqa: E402
 from sparse_decode.paths import PATHS  # noqa: E402
 from sparse_decode.tolerance import judge, limits  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
 
 PATH = {path.name: path for path in PATHS}
 CASE = {case.name: case for case in CASES}
 CAPTURES = sorted(Path(__file__).with_name("captures").glob("*.safetensors"))
 RUNS = 200
 
-# About 10 ms of one spinning thread on a GPU of 1.5 to 2 GHz.
-TEN_MS = 20_000_000
-
 # One program for nearly everything below: the case's layout, this scale.
 ONE = Case("bridge op on a GPU", (200, 77), slots=17, splits=4, gate="bfloat16")
 
 both_paths = pytest.mark.parametrize("path", ["dlpack", "triton-on-jax"])
-both_streams = pytest.mark.parametrize("kind", ["current", "side"])
-
-
-@pytest.fixture(scope="module")
-def jax_busy() -> Callable[[], jax.Array]:
-    """Queues at least 12 ms of work in JAX."""
-    return long_work()
-
-
-@pytest.fixture(autouse=True)
-def settled():
-    yield
-    torch.cuda.synchronize()
-    assert dlpack.flush(30)
-    gc.collect()
-
-
-def stream_of(kind: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream() if kind == "side" else torch.cuda.current_stream()
 
 
 def tensors_of(call: Call) -> dict[str, torch.Tensor]:
@@ -294,6 +272,7 @@ def test_between_long_work_of_torch(kind: str, calls, expected) -> None:
     assert wrong == 0
 
 
+@pytest.mark.serial
 def test_the_host_does_not_wait(calls, jax_busy) -> None:
     tensors = tensors_of(calls[0])
     attend(calls[0], tensors)
@@ -313,6 +292,7 @@ def test_the_host_does_not_wait(calls, jax_busy) -> None:
     assert took < 0.05
 
 
+@pytest.mark.serial
 @both_streams
 def test_dropped_inputs(kind: str, calls, expected, jax_busy) -> None:
     """Torch gets the memory of the inputs back at once, and overwrites it, while JAX is busy."""

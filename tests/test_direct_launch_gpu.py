@@ -282,6 +282,7 @@ def test_device_of_the_tensors_decides(normalise):
     check(out, *arguments)
 
 
+@pytest.mark.serial
 def test_jax_starts_no_backend_and_reserves_no_memory(tmp_path):
     script = """
 import torch
@@ -308,6 +309,7 @@ assert free - torch.cuda.mem_get_info()[0] < 2**20
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.serial
 def test_host_cost_is_small(normalise):
     """A loose bound that a slow path could not keep; benchmarks measure it properly."""
     arguments = inputs()

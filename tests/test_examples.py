@@ -13,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from sparse_decode.devices import gpu_count
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
+TENSOR_PARALLEL = (
+    r"have the bits of one device: yes",
+    r"stays sharded over groups: yes",
+    r"collectives in the compiled program: none",
+)
 # What each example prints on a CPU, as patterns.
 EXAMPLES = {
     "quickstart.py": (
@@ -42,16 +49,16 @@ EXAMPLES = {
         r"drop-in, Pallas kernels: .* within tolerance",
     ),
     "cuda_graph.py": (r"needs a CUDA GPU .* Nothing was run\.",),
-    "tensor_parallel.py": (r"output stays sharded over groups: yes",),
-    "context_parallel.py": (r"within rounding",),
+    "tensor_parallel.py": TENSOR_PARALLEL,
+    "context_parallel.py": (r" 7 +8 +2 +64\n", r"within rounding"),
 }
 # What each prints on a GPU.
 ON_A_GPU = {
     "quickstart.py": (r"direct +│ native .* ok ", r"All 5 paths that can run here are within"),
     "shared_cache.py": (r"JAX traced 1 program for 3 layers and 3 steps",),
     "torch_drop_in.py": (r"route: direct; compiled for sm_", r"drop-in.* within tolerance"),
-    "tensor_parallel.py": (r"GPUs: [\d.]+ us",),
-    "context_parallel.py": (r"GPUs: [\d.]+ us",),
+    "tensor_parallel.py": (*TENSOR_PARALLEL, r"256 rows", r"GPUs: [\d.]+ us, [\d.]+ x"),
+    "context_parallel.py": (r"within rounding", r"GPUs: [\d.]+ us, [\d.]+ x"),
     "cuda_graph.py": (r"captured 3 layers", r"replay 9, .* layer 2: .* both within tolerance"),
 }
 # `make demo` may take this long on two cores, imports included. Held against processor time, which
@@ -107,6 +114,24 @@ def test_example_on_a_cpu(name, tmp_path):
 def test_example_on_a_gpu(name, tmp_path):
     done = run(tmp_path, ROOT / "examples" / name)
     finds(ON_A_GPU[name], done.stdout)
+
+
+@frameworks
+@pytest.mark.parametrize("name", ["tensor_parallel.py", "context_parallel.py"])
+def test_number_of_devices(name, tmp_path):
+    done = run(tmp_path, ROOT / "examples" / name, "--devices", "2", CUDA_VISIBLE_DEVICES="")
+    finds([r", 2 x cpu\n"], done.stdout)
+
+
+@frameworks
+@pytest.mark.gpu
+@pytest.mark.serial
+@pytest.mark.skipif(gpu_count() < 2, reason="needs several GPUs")
+def test_two_gpus_are_faster(tmp_path):
+    """With 256 rows of 8 groups, nothing communicated and little of a step fixed."""
+    done = run(tmp_path, ROOT / "examples" / "tensor_parallel.py", "--devices", "2")
+    [factor] = re.findall(r"2 GPUs: [\d.]+ us, ([\d.]+) x", done.stdout)
+    assert float(factor) >= 1.8, done.stdout
 
 
 @frameworks

@@ -24,7 +24,7 @@ from sparse_decode.bridge import compile as compiling
 from sparse_decode.bridge import lowering
 from sparse_decode.bridge.lowering import Buffer, Program, lower
 
-ARCHITECTURES = [80, 90, 100]
+ARCHITECTURES = list(lowering.DEVICE_KINDS)
 OTHER_PYTHONS = [
     python
     for python in os.environ.get("SPARSE_DECODE_OTHER_PYTHONS", "").split(os.pathsep)

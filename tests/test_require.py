@@ -1,11 +1,18 @@
 """Missing and unsupported dependencies are reported by name, with the way out."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
-from sparse_decode._require import MissingDependency, check_version, require
+from sparse_decode._require import (
+    SUPPORTED,
+    MissingDependency,
+    check_version,
+    require,
+    require_supported,
+)
 
 
 def test_require_returns_the_module():
@@ -87,3 +94,45 @@ def test_unsupported_version_names_found_and_supported(found, minimum, below, su
 def test_a_version_without_digits_is_refused():
     with pytest.raises(ValueError, match=r"expected digits first.*got 'unknown'"):
         check_version("jax", "unknown", "0.10.2")
+
+
+# Imports a module in a process where one module is hidden, and prints what that raises.
+IMPORT = """
+import importlib, sys
+module, hidden = sys.argv[1:]
+import jax
+sys.modules[hidden] = None
+try:
+    importlib.import_module(module)
+except NotImplementedError as error:
+    print(f"{jax.__version__}|{error}")
+"""
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    ["jax.experimental.pallas.triton", "jax._src.pallas.triton", "jax.experimental.pallas"],
+)
+def test_jax_without_the_triton_backend_of_pallas(hidden):
+    """JAX will lose it: what is installed and what is needed are then told at import."""
+    pytest.importorskip("jax")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORT, "sparse_decode.pallas_kernels", hidden],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    version, message = done.stdout.strip().split("|")
+    oldest, below, _ = SUPPORTED["jax"]
+    assert message.startswith(f"jax {version} has no Triton backend for Pallas (")
+    assert hidden in message
+    assert message.endswith(f"sparse_decode needs jax >={oldest},<{below}")
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "0.13.0"])
+def test_unsupported_jax_is_refused_by_version(version, monkeypatch):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(jax, "__version__", version)
+    with pytest.raises(NotImplementedError, match=rf"jax {version} is not supported.*>=0\.10\.2"):
+        require_supported("jax")

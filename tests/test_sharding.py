@@ -34,6 +34,7 @@ from sparse_decode.pallas_kernels import (  # noqa: E402
     shard_over_groups,
     sparse_decode_attention,
     split_block_table,
+    write_kv,
 )
 from sparse_decode.tolerance import judge, limits  # noqa: E402
 
@@ -169,6 +170,61 @@ def test_groups_of_a_packed_cache_on_a_larger_mesh():
     assert_same_bits(flat, expected)
 
 
+@several
+def test_requests_in_a_shard_map_of_ones_own():
+    """Requests sharded, the cache replicated."""
+    case = Case("requests", (40, 9) * DEVICES, heads=2, slots=3, page_size=8, index="int32", **BF16)
+    call = dataclasses.replace(build(case), output=None)
+    arrays = {name: jnp.asarray(array) for name, array in call.arrays().items()}
+    expected = jax.jit(lambda a: sparse_decode_attention(**a, **options(call)))(arrays)
+    mesh = jax.make_mesh((DEVICES,), ("data",))
+    specs = {name: P() if name == "cache" else P("data") for name in arrays}
+    attend = jax.shard_map(
+        lambda a: sparse_decode_attention(**a, **options(call)),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    program = jax.jit(attend).lower(place(mesh, specs, arrays)).compile()
+    assert not COLLECTIVE.search(program.as_text())
+    assert_same_bits(program(place(mesh, specs, arrays)), expected)
+
+
+def own_pages(cache, key, value, block_table, *rest):
+    first = jax.lax.axis_index("x") * cache.shape[0]
+    return write_kv(cache, key, value, block_table - first, *rest)
+
+
+@several
+@pytest.mark.parametrize(
+    ("write", "cache_spec", "line_spec"),
+    [(write_kv, P(None, "x"), P(None, "x")), (own_pages, P("x"), P())],
+    ids=["groups", "pages"],
+)
+def test_writing_into_a_sharded_cache(write, cache_spec, line_spec):
+    """As docs/jax.md has it: in place, without communication."""
+    rng = np.random.default_rng(0)
+    tokens, groups, pages = 5, 2 * DEVICES, 3 * DEVICES
+    cache = rng.integers(0, 100, (pages, groups, 8, 384)).astype(np.uint8)
+    key, value = (rng.normal(size=(tokens, groups, 192)).astype(np.float32) for _ in range(2))
+    table = rng.permutation(pages)[:tokens].reshape(tokens, 1).astype(np.int32)
+    table[1] = -1
+    positions, active = rng.integers(0, 8, tokens).astype(np.int32), np.arange(tokens) != 2
+    arrays = [cache, key, value, table, positions, active, np.float32(0.5), np.float32(2)]
+    expected = write_kv(*map(jnp.asarray, arrays))
+    assert (np.asarray(expected) != cache).any(axis=(1, 2, 3)).sum() == tokens - 2
+
+    mesh = jax.make_mesh((DEVICES,), ("x",))
+    specs = (cache_spec, line_spec, line_spec, *[P()] * 5)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=cache_spec)
+    program = jax.jit(mapped, donate_argnums=0).lower(*placed).compile()
+    assert not COLLECTIVE.search(program.as_text())
+    assert_same_bits([program(*placed)], [expected])
+    assert placed[0].is_deleted()
+
+
 ABSTRACT = AbstractMesh((8,), ("x",))
 
 
@@ -222,45 +278,54 @@ SPREAD = Case(
 )
 
 
-PAGES = 32  # a device
+def long_case(regions):
+    """A context of so many regions for each device, all attended, between two short ones."""
+    regions *= DEVICES
+    contexts = (200, regions * 8 - 3, 40)
+    long = Case(f"long {regions}", contexts, heads=4, slots=regions, gate="bfloat16")
+    return dataclasses.replace(long, index="int32", inactive=(2,))
 
 
-def spread(name):
+LONG = [128, pytest.param(1024, marks=pytest.mark.gpu)]
+
+
+def spread(case, name):
     """The call with its pages spread over the devices, and its share for each device."""
-    call = dataclasses.replace(build(SPREAD), output=None)
-    total = PAGES * DEVICES
+    call = dataclasses.replace(build(case), output=None)
+    pages = len(call.cache)  # room on each device
+    total = pages * DEVICES
     mixed = np.random.default_rng(7).permutation(total)
     places = {
         "even": mixed,
-        "uneven": np.concatenate([[0, 1, 2], mixed[mixed >= PAGES]]),  # three on the first device
+        "uneven": np.concatenate([[0, 1, 2], mixed[mixed >= pages]]),  # three on the first device
         "last": np.arange(total)[::-1],  # all on the last device
-    }[name][: len(call.cache)]
+    }[name][:pages]
     cache = np.full((total, *call.cache.shape[1:]), np.nan, call.cache.dtype)
     cache[places] = call.cache
     table = call.block_table.copy()
-    inside = (table >= 0) & (table < len(places))
+    inside = (table >= 0) & (table < pages)
     table[inside] = places[table[inside]]
     call = dataclasses.replace(call, cache=cache, block_table=table)
     shares = [
         dataclasses.replace(
             call,
-            cache=cache[first : first + PAGES],
-            block_table=np.where(table // PAGES == first // PAGES, table - first, -1),
+            cache=cache[first : first + pages],
+            block_table=np.where(table // pages == first // pages, table - first, -1),
             gate=None,
         )
-        for first in range(0, total, PAGES)
+        for first in range(0, total, pages)
     ]
     return call, shares
 
 
 @cache
-def attend_over_context(mesh):
-    return jax.jit(lambda a: shard_over_context(mesh, "context")(**a, **options(build(SPREAD))))
+def attend_over_context(mesh, case):
+    return jax.jit(lambda a: shard_over_context(mesh, "context")(**a, **options(build(case))))
 
 
 @cache
-def attend_to_shares():
-    settings = {"scale": build(SPREAD).scale, "config": CONFIG}
+def attend_to_shares(case):
+    settings = {"scale": build(case).scale, "config": CONFIG}
     return jax.jit(lambda a: partial_attention(**a, **settings))
 
 
@@ -289,12 +354,11 @@ def assert_merged(found, outputs, lses):
     assert (np.abs(np.asarray(found[1], np.float64)[some] - lse[some]) <= lse_error[some]).all()
 
 
-@several
-@pytest.mark.parametrize("name", ["even", "uneven", "last"])
-def test_context(name):
-    call, shares = spread(name)
+def check_context(case, name):
+    """Against the oracle, and against the merge in float64 of what each device attends to."""
+    call, shares = spread(case, name)
     mesh = jax.make_mesh((DEVICES,), ("context",))
-    attend = attend_over_context(mesh)
+    attend = attend_over_context(mesh, case)
 
     def run(call):
         arrays = {name: jnp.asarray(array) for name, array in call.arrays().items()}
@@ -303,9 +367,9 @@ def test_context(name):
     output, lse = run(call)
     verdict = judge(limits(call), output, lse, None)
     assert verdict.ok, verdict.fault
-    assert (lse[3:] == -np.inf).all()
 
-    parts = [attend_to_shares()(jax.tree.map(jnp.asarray, share.arrays())) for share in shares]
+    attend_to_share = attend_to_shares(case)
+    parts = [attend_to_share(jax.tree.map(jnp.asarray, share.arrays())) for share in shares]
     outputs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
     assert outputs.dtype == np.float32
     nothing = (lses == -np.inf).all(axis=(1, 2))
@@ -317,15 +381,33 @@ def test_context(name):
     assert (np.abs(output.astype(np.float64) - exact) <= roundoff * np.abs(exact) + error).all()
     some = exact_lse > -np.inf
     assert (np.abs(lse[some] - exact_lse[some]) <= lse_error[some]).all()
+    assert (lse[~some] == -np.inf).all()
+    return lses
+
+
+@several
+@pytest.mark.parametrize("name", ["even", "uneven", "last"])
+def test_context(name):
+    lses = check_context(SPREAD, name)
+    assert (lses[:, 3:] == -np.inf).all()
+
+
+@several
+@pytest.mark.parametrize("regions", LONG)
+@pytest.mark.parametrize("name", ["even", "uneven", "last"])
+def test_long_context(regions, name):
+    lses = check_context(long_case(regions), name)
+    attending = (lses[:, 1] > -np.inf).all(axis=-1)
+    assert attending.sum() == (1 if name == "last" else DEVICES)
 
 
 @several
 def test_context_moves_output_and_lse_alone():
-    call, _ = spread("even")
+    call, _ = spread(SPREAD, "even")
     mesh = jax.make_mesh((DEVICES,), ("context",))
     arrays = {name: jnp.asarray(array) for name, array in call.arrays().items()}
     placed = place(mesh, context_specs("context"), arrays)
-    lowered = attend_over_context(mesh).lower(placed)
+    lowered = attend_over_context(mesh, SPREAD).lower(placed)
     gathers = re.findall(r"stablehlo\.all_gather.*-> tensor<(\w+)>", lowered.as_text())
     share = f"{DEVICES}x{call.query.shape[0]}x{call.query.shape[1]}"
     assert sorted(gathers) == sorted([f"{share}x192xf32", f"{share}xf32"])
