@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 FORMAT = "sparse_decode configs 1"
 
 # (tile, warps, stages) and shares of the default's splits that are tried first ...
-SHAPES = ((64, 4, 3), (64, 2, 6), (64, 1, 6), (32, 2, 6), (32, 1, 6), (16, 1, 6))
+SHAPES = ((64, 4, 3), (64, 2, 6), (64, 1, 6), (32, 4, 3), (32, 2, 6), (32, 1, 6), (16, 1, 6))
 SPLITS = (0.5, 0.75, 1, 1.5, 2)
 # ... then, with the best of these, stages, and last (combine_warps, combine_width).
 STAGES = (3, 4, 5, 6, 8)
-COMBINES = ((1, 64), (2, 64), (4, 64), (4, 192))
+COMBINES = ((1, 64), (2, 64), (4, 64), (1, 192), (4, 192))
 SHOWN = 5
 
 
