@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from sparse_decode.contract import ArraySpec, Geometry, check_call
 from sparse_decode.pallas_kernels.op import (
     PackedCache,
-    _check_fp8,
     _check_options,
     _run,
     _transformable,
+    check_device,
     describe_cache,
 )
 from sparse_decode.plan import Config, make_plan
@@ -116,7 +116,7 @@ def attend_to_share(
         splits=1 if splits is None else splits,
         clear_inactive=clear_inactive,
     )
-    _check_fp8(geometry)
+    check_device(geometry.fp8)
     query = present["query"]
     if geometry.rows == 0:
         nothing = jnp.zeros(query.shape, jnp.float32)

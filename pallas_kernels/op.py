@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,15 @@ from sparse_decode.contract import (
     CACHE_DIM,
     FP8_CAPABILITY,
     ArraySpec,
-    Geometry,
     check_call,
     check_count,
 )
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.plan import Config, Plan, make_plan
 from sparse_decode.validation import check_indices, check_option
+
+# The oldest architecture of Triton, through which the kernels are compiled.
+OLDEST_CAPABILITY = (8, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +134,7 @@ def sparse_decode_attention(
         TypeError: A dtype or the type of an argument is wrong, or indices to validate are traced.
         ValueError: A shape or an option is wrong, an FP8 scale is missing, or validation found an
             index.
-        NotImplementedError: The GPU has no FP8 conversion, an FP8 cache is laid out in odd strides
+        NotImplementedError: The GPU cannot run the kernels, an FP8 cache is laid out in odd strides
             and larger than 2 GiB, or the call is differentiated.
     """
     arrays = {
@@ -157,7 +160,7 @@ def sparse_decode_attention(
         splits=1 if splits is None else splits,
         clear_inactive=clear_inactive,
     )
-    _check_fp8(geometry)
+    check_device(geometry.fp8)
     if validate:
         check_indices(
             cache=cache,
@@ -350,14 +353,24 @@ def _check_offset(cache: PackedCache, last: int) -> None:
         )
 
 
-def _check_fp8(geometry: Geometry) -> None:
-    """Refuses an FP8 cache where the GPU in use cannot convert it."""
-    if not geometry.fp8 or jax.default_backend() != "gpu":
+def check_device(fp8: bool) -> None:
+    """Raises NotImplementedError for a GPU on which the kernels cannot run.
+
+    Args:
+        fp8: Whether the cache is FP8.
+    """
+    if jax.default_backend() != "gpu":
         return
-    capability = jax.devices()[0].compute_capability
-    if tuple(int(part) for part in capability.split(".")) < FP8_CAPABILITY:
+    device = jax.devices()[0]
+    kind, capability = device.device_kind, device.compute_capability
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        raise NotImplementedError(f"query: expected an NVIDIA GPU, got {kind} ({capability})")
+    use = "cache: an FP8 cache" if fp8 else "query: Triton"
+    oldest = FP8_CAPABILITY if fp8 else OLDEST_CAPABILITY
+    if tuple(int(part) for part in capability.split(".")) < oldest:
         raise NotImplementedError(
-            f"cache: FP8 needs compute capability 8.9 or newer, got {capability}"
+            f"{use} needs compute capability {oldest[0]}.{oldest[1]} or newer, "
+            f"got {capability} ({kind})"
         )
 
 

@@ -89,7 +89,7 @@ def faults(trial: Trial, run: Callable[[Call], Outcome]) -> list[str]:
         run: Computes a call, such as the `run` of a `paths.Path`.
     """
     outcome = run(trial.call)
-    allowed = limits(trial.call)
+    allowed = tolerance.limits(trial.call)
     found = call_faults(trial.call, allowed, outcome)
     if trial.twin is None:
         return found
@@ -111,7 +111,7 @@ def call_faults(call: Call, allowed: tolerance.Limits, outcome: Outcome) -> list
 
     Args:
         call: The call.
-        allowed: Its `limits`.
+        allowed: Its `tolerance.limits`.
         outcome: What a path computed for it.
     """
     found = []
@@ -122,20 +122,6 @@ def call_faults(call: Call, allowed: tolerance.Limits, outcome: Outcome) -> list
     if (call.clear_inactive or outcome.before is None) and _bytes(cleared).any():
         found.append("output: an inactive row is not exactly 0")
     return found
-
-
-def limits(call: Call) -> tolerance.Limits:
-    """`tolerance.limits`, also where the output dtype overflows or there is a NaN."""
-    allowed = tolerance.limits(call)
-    reference = allowed.reference
-    rounded = reference.output.astype(np.float64)
-    exact = np.where(np.isfinite(rounded), reference.exact, rounded)
-    return tolerance.Limits(
-        reference=dataclasses.replace(reference, exact=exact),
-        # A NaN in one dim leaves the others of its head without a limit; their bits are the twin's.
-        output=np.where(np.isnan(allowed.output), np.inf, allowed.output),
-        lse=np.where(np.isnan(allowed.lse), np.inf, allowed.lse),
-    )
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

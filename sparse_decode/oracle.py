@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ml_dtypes import float8_e4m3fn
+from ml_dtypes import finfo, float8_e4m3fn
 
 from sparse_decode.call import Call
 from sparse_decode.contract import FP8_QUERY_MAX, HEAD_DIM, REGION_TOKENS
@@ -26,14 +26,20 @@ class Reference:
             `touched` hold zeros.
         lse: `[rows, heads]` float64, natural logarithm; -inf where nothing is attended.
         touched: `[rows]` bool, false where an output buffer keeps its content.
-        value_size: `[rows, heads]` float64, largest over the 192 dims of sum(p * |v|) * gate.
-        logit_size: `[rows, heads]` float64, largest over tokens of |scale| * sum(|q| * |k|).
+        overflow: `[rows, heads]` float64, size of `exact` at which the output overflows: the
+            largest number of its dtype * gate.
+        within: `[rows, heads, 192]` bool, false where `exact` is twice as large or no number.
+        value_size: `[rows, heads]` float64, largest of sum(p * |v|) * gate over the dims `within`.
+        logit_size: `[rows, heads]` float64, largest of |scale| * sum(|q| * |k|) over the tokens
+            with a finite logit.
     """
 
     exact: np.ndarray
     output: np.ndarray
     lse: np.ndarray
     touched: np.ndarray
+    overflow: np.ndarray
+    within: np.ndarray
     value_size: np.ndarray
     logit_size: np.ndarray
 
@@ -80,7 +86,7 @@ def evaluate(call: Call, *, plain: bool = False) -> Reference:
     shape = (geometry.rows, geometry.heads)
     attention = np.zeros((*shape, HEAD_DIM), work)
     lse = np.full(shape, -np.inf, work)
-    value_size = np.zeros(shape)
+    value_size = np.zeros(attention.shape)
     logit_size = np.zeros(shape)
     with np.errstate(all="ignore"):
         for row in range(geometry.rows):
@@ -101,22 +107,26 @@ def evaluate(call: Call, *, plain: bool = False) -> Reference:
             rounded = weights.astype(operand).astype(work) if plain else weights
             attention[row] = (rounded @ values) * (v_scale / total)
             lse[row] = (pivot + np.log(total))[:, 0]
-            value_size[row] = ((weights @ np.abs(values)) * (abs(v_scale) / total)).max(axis=1)
-            logit_size[row] = (np.abs(query) @ np.abs(keys).T).max(axis=1) * abs(factor)
+            value_size[row] = (weights @ np.abs(values)) * (abs(v_scale) / total)
+            products = (np.abs(query) @ np.abs(keys).T) * abs(factor)
+            logit_size[row] = np.where(np.isfinite(logits), products, 0).max(axis=1)
 
         gate = _gate(call, work)
         rounded = attention.astype(output_dtype)
+        overflow = np.full((*shape, 1), float(finfo(output_dtype).max))
         if gate is None:
             exact, output = attention, rounded
         else:
             cleared = ~call.active
             gate[cleared] = 0
             exact = attention * gate
-            value_size = value_size * gate[:, :, 0]
+            value_size = value_size * gate
+            overflow = overflow * gate
             output = (
                 rounded.astype(np.float32)
                 * gate.astype(np.float32).astype(call.gate.dtype).astype(np.float32)
             ).astype(output_dtype)
+        within = np.abs(exact) < 2 * overflow
     touched = np.ones(geometry.rows, bool)
     if call.output is not None and not call.clear_inactive:
         touched = call.active.copy()
@@ -125,7 +135,9 @@ def evaluate(call: Call, *, plain: bool = False) -> Reference:
         output=output,
         lse=lse.astype(np.float64),
         touched=touched,
-        value_size=value_size,
+        overflow=overflow[:, :, 0],
+        within=within,
+        value_size=np.where(within, value_size, 0).max(axis=2),
         logit_size=logit_size,
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_decode._require import MissingDependency, require_supported
+from sparse_decode._require import MissingDependency, require_pallas_triton, require_supported
 from sparse_decode.call import Call, page_storage
 
 
@@ -65,9 +65,10 @@ class Path:
 
 
 def _missing(*modules: str) -> str | None:
+    """Why some of the modules cannot be used, in words."""
     try:
         for module in modules:
-            require_supported(module)
+            require_pallas_triton() if module == "jax" else require_supported(module)
     except (MissingDependency, NotImplementedError) as error:
         return str(error)
     return None
@@ -78,6 +79,12 @@ def _jax_status() -> Status:
         return Status(None, missing)
     jax = importlib.import_module("jax")
     if jax.default_backend() == "gpu":
+        from sparse_decode.pallas_kernels.op import check_device
+
+        try:
+            check_device(fp8=False)
+        except NotImplementedError as error:
+            return Status(None, str(error))
         return Status("native", jax.devices()[0].device_kind)
     return Status("interpreter", f"Pallas' interpreter on {jax.default_backend()}")
 
@@ -127,15 +134,10 @@ def _jax_arrays(call: Call) -> Iterator[dict[str, Any]]:
 
 
 def _run_pallas(call: Call) -> Outcome:
-    import jax
-
     from sparse_decode.pallas_kernels import sparse_decode_attention
 
-    attend = jax.jit(
-        lambda arrays: sparse_decode_attention(**arrays, **call.options(), return_lse=True)
-    )
     with _jax_arrays(call) as arrays:
-        output, lse = attend(arrays)
+        output, lse = sparse_decode_attention(**arrays, **call.options(), return_lse=True)
         return Outcome(np.asarray(output), np.asarray(lse), call.output)
 
 

@@ -14,22 +14,6 @@ from hypothesis import strategies as st
 from sparse_decode import cases, hazards
 from sparse_decode.call import Call
 from sparse_decode.cases import BF16, FP16, Case
-from sparse_decode.paths import Outcome, Path, _jax_arrays
-
-
-def compute(path: Path, call: Call) -> Outcome:
-    """Runs a path; `pallas` outside of `jax.jit`, where it compiles once for all calls of a shape.
-
-    `path.run` traces the call as part of a new jitted function each time.
-    """
-    if path.name != "pallas":
-        return path.run(call)
-    from sparse_decode.pallas_kernels import sparse_decode_attention
-
-    with _jax_arrays(call) as arrays:
-        output, lse = sparse_decode_attention(**arrays, **call.options(), return_lse=True)
-        return Outcome(np.asarray(output), np.asarray(lse), call.output)
-
 
 # Contexts say here how many requests there are and how long the longest is. The first four are for
 # the interpreters too.

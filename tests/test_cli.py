@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,6 +268,38 @@ def test_info(capsys, monkeypatch):
         assert path.name in out
         assert path.summary in out
         assert path.status().reason in out
+
+
+def status_of(name):
+    return {path.name: path.status for path in paths.PATHS}[name]()
+
+
+@pytest.mark.parametrize("name", ["pallas", "direct", "dlpack", "triton-on-jax"])
+def test_a_jax_without_the_triton_backend_of_pallas(name, monkeypatch):
+    pytest.importorskip("jax")
+    pytest.importorskip("triton")
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    assert status_of(name).mode is None
+    assert "has no Triton backend for Pallas" in status_of(name).reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "mode", "reason"),
+    [
+        ("NVIDIA H200", "9.0", "native", "NVIDIA H200"),
+        ("NVIDIA A10", "8.6", "native", "NVIDIA A10"),
+        ("Tesla T4", "7.5", None, "8.0 or newer, got 7.5 (Tesla T4)"),
+        ("AMD Instinct MI250X", "gfx90a", None, "an NVIDIA GPU, got AMD Instinct MI250X (gfx90a)"),
+    ],
+)
+def test_what_jax_has_of_a_gpu(kind, capability, mode, reason, monkeypatch):
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("triton")
+    device = SimpleNamespace(device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert status_of("pallas").mode == mode
+    assert status_of("pallas").reason.endswith(reason)
 
 
 def test_info_says_what_to_install(capsys, monkeypatch):

@@ -12,9 +12,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
-pytest.importorskip("hypothesis")
 import jax.numpy as jnp  # noqa: E402
-from strategies import compute  # noqa: E402
 
 from sparse_decode.call import Call  # noqa: E402
 from sparse_decode.hazards import HAZARDS, attended_lines, build, faults  # noqa: E402
@@ -91,7 +89,7 @@ def assert_same_result(call: Call, first: Outcome, second: Outcome) -> None:
     **{"pallas": INTERPRETED, "triton": IN_TRITONS, "dlpack": FEW[:1], "triton-on-jax": FEW[:1]},
 )
 def test_hazard(path, hazard):
-    found = faults(build(hazard), lambda call: compute(path, call))
+    found = faults(build(hazard), path.run)
     assert not found, found
 
 
@@ -115,9 +113,21 @@ def fill_free_memory() -> None:
 def test_two_runs_give_the_same_bits(path, hazard):
     """On a GPU with NaN in all memory that the second run may take for scratch."""
     call = build(hazard).call
-    first = compute(path, call)
+    first = path.run(call)
     fill_free_memory()
-    assert_same_result(call, first, compute(path, call))
+    assert_same_result(call, first, path.run(call))
+
+
+def test_calls_of_one_shape_are_compiled_once(caplog):
+    first, second = (build(HAZARD[name]).call for name in ("bits_fp8", "inf_fp8"))
+    PATHS[0].run(first)
+    with jax.log_compiles():
+        jax.jit(lambda: jnp.zeros(3))()
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        PATHS[0].run(second)
+    assert PATHS[0].name == "pallas"
+    assert "Compiling" not in caplog.text
 
 
 def one_request(call: Call, request: int) -> tuple[Call, slice]:
@@ -134,10 +144,10 @@ def one_request(call: Call, request: int) -> tuple[Call, slice]:
 @on_every_path(ALONE, pallas=ALONE[:1], triton=ALONE[:2])
 def test_a_request_does_not_depend_on_its_batch(path, hazard):
     call = build(hazard).call
-    batch = compute(path, call)
+    batch = path.run(call)
     for request in range(len(call.block_table)):
         part, rows = one_request(call, request)
-        alone = compute(path, part)
+        alone = path.run(part)
         of_batch = Outcome(batch.output[rows], None if batch.lse is None else batch.lse[rows], None)
         assert_same_result(part, alone, of_batch)
 

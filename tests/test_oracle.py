@@ -550,6 +550,133 @@ def test_an_exact_nan_must_be_a_nan():
     assert "where nan is expected, at (0, 0, 5)" in verdict_on(spoiled, hidden, lse).fault
 
 
+def with_lines(call, row, change):
+    """The call with changed lines, `[tokens, 384]`, where a row attends; for one group."""
+    pages, offsets = attended(call, row)
+    cache = call.cache.copy()
+    lines = cache[pages, 0, offsets]
+    change(lines)
+    cache[pages, 0, offsets] = lines
+    return dataclasses.replace(call, cache=cache)
+
+
+def is_found(call, place, off):
+    """Whether an error at one place of an otherwise right result is a fault there."""
+    output, lse = good(call)
+    assert verdict_on(call, output, lse).ok
+    output[place] += off
+    verdict = verdict_on(call, output, lse)
+    return not verdict.ok and f"at {place}" in verdict.fault and verdict.share > 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["fp16", "fp16_heads4_gate"])
+def test_one_value_that_is_not_finite_loosens_no_limit(name, value):
+    def spoil(lines):
+        lines[0, 192 + 5] = value
+
+    call = build(CASE[name])
+    spoiled = with_lines(call, 0, spoil)
+    assert not np.isfinite(evaluate(spoiled).output[0, :, 5]).any()
+    assert (limits(spoiled).output <= limits(call).output).all()
+    assert is_found(spoiled, (0, 0, 100), 0.1)
+    assert is_found(spoiled, (1, 0, 100), 100)
+
+
+def test_a_nan_in_a_query_loosens_no_limit_of_other_heads():
+    call = build(CASE["fp16"])
+    spoiled = dataclasses.replace(call, query=call.query.copy())
+    spoiled.query[0, 1, 5] = math.nan
+    others = np.ones(call.query.shape[:2], bool)
+    others[0, 1] = False
+    for name in ("output", "lse"):
+        before, after = (getattr(limits(each), name)[others] for each in (call, spoiled))
+        np.testing.assert_array_equal(after, before)
+    assert is_found(spoiled, (0, 0, 100), 0.1)
+    assert is_found(spoiled, (1, 0, 100), 100)
+
+
+def test_a_token_that_an_infinite_key_shuts_out_loosens_no_limit():
+    call = build(CASE["bf16_head1_page8"])
+
+    def spoil(lines):
+        lines[0, 9] = -math.copysign(math.inf, call.query[0, 0, 9] * call.scale)
+
+    spoiled = with_lines(call, 0, spoil)
+    assert np.isfinite(evaluate(spoiled).exact).all()
+    assert (limits(spoiled).lse <= 1e-5).all()
+    assert is_found(spoiled, (0, 0, 100), 1)
+
+
+@pytest.mark.parametrize("limit", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["output", "lse"])
+def test_a_number_without_a_limit_is_a_fault(name, limit):
+    call = build(CASE["fp16"])
+    allowed = limits(call)
+    assert judge(allowed, *good(call), None).ok
+    getattr(allowed, name)[1, 2] = limit
+    verdict = judge(allowed, *good(call), None)
+    assert f"{name}: off by " in verdict.fault
+    assert f"where {limit} is allowed, at (1, 2" in verdict.fault
+
+
+def overflowing(gate=None):
+    """Values far beyond the output dtype, close to its end on either side, and far inside."""
+
+    def spoil(lines):
+        lines[:, 192:196] = [1e6, -65536, 65280, 3e4]
+
+    call = build(CASE["bf16"])
+    call = dataclasses.replace(call, output=np.zeros(call.query.shape, np.float16), gate=gate)
+    for row in range(len(call.query)):
+        call = with_lines(call, row, spoil)
+    return call
+
+
+GATES = {"no gate": None, "gate 0": 0, "gate -9": -9}
+
+
+@pytest.fixture(params=GATES.values(), ids=GATES.keys())
+def overflow(request):
+    """A call that overflows, what its gate leaves of 1, and a right result."""
+    call = build(CASE["bf16"])
+    gate = request.param
+    if gate is None:
+        return overflowing(), 1, *good(overflowing())
+    tokens, heads = len(call.query), call.query.shape[1]
+    call = overflowing(np.full((tokens, heads), gate, np.float32))
+    return call, 1 / (1 + math.exp(-gate)), *good(call)
+
+
+def test_what_overflows_is_infinite(overflow):
+    call, gate, output, lse = overflow
+    np.testing.assert_array_equal(output[1, :, 0], math.inf)
+    assert verdict_on(call, output, lse).ok
+    for wrong in (-math.inf, math.nan, 65504, 1e6 * gate):
+        output[1, 2, 0] = np.float16(min(wrong, 65504))
+        fault = verdict_on(call, output, lse).fault
+        assert "where inf is expected, at (1, 2, 0)" in fault
+
+
+def test_at_the_end_of_the_dtype_either_is_right(overflow):
+    call, gate, output, lse = overflow
+    for dim, sign in ((1, -1), (2, 1)):
+        for right in (math.inf, 65504 * gate):
+            output[1, 2, dim] = sign * right
+            assert verdict_on(call, output, lse).ok
+        for wrong in (-math.inf, math.nan, -65504 * gate, 60000 * gate):
+            output[1, 2, dim] = sign * wrong
+            assert f"at (1, 2, {dim})" in verdict_on(call, output, lse).fault
+        output[1, 2, dim] = sign * 65504 * gate
+
+
+def test_what_does_not_overflow_is_finite(overflow):
+    call, _, output, lse = overflow
+    output[1, 2, 3] = math.inf
+    assert "inf where " in verdict_on(call, output, lse).fault
+    assert (limits(call).output <= 0.02 * 65536).all()
+
+
 @pytest.mark.parametrize(
     ("spoil", "name"),
     [

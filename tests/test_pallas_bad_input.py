@@ -1,6 +1,7 @@
 """What the public Pallas function says about each argument that is wrong."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import jax.numpy as jnp  # noqa: E402
 from sparse_decode.pallas_kernels import (  # noqa: E402
     Config,
     PackedCache,
+    partial_attention,
     sparse_decode_attention,
 )
+from sparse_decode.pallas_kernels.op import check_device  # noqa: E402
 
 ROWS, HEADS, GROUPS, PAGE_SIZE = 4, 8, 2, 16
 PAGE = GROUPS * PAGE_SIZE * 384
@@ -36,6 +39,7 @@ def good():
         "clear_inactive": True,
         "return_lse": True,
         "config": None,
+        "validate": False,
     }
 
 
@@ -114,6 +118,7 @@ WRONG = [
     ("return_lse", value(None), TypeError, "bool, got NoneType"),
     ("config", value(4), TypeError, "Config or None, got int"),
     ("config", value({"splits": 4}), TypeError, "Config or None, got dict"),
+    ("validate", value(1), TypeError, "bool, got int"),
 ]
 
 
@@ -146,6 +151,48 @@ def test_wrong_rows_with_no_row():
 def test_numpy_integers_are_integers():
     output, _ = shape_of(good() | {"splits": np.int64(4), "query_len": np.int64(1)})
     assert output.shape == (ROWS, HEADS, 192)
+
+
+# --- the GPU
+
+
+def use_gpu(monkeypatch, kind, capability):
+    device = SimpleNamespace(device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8"),
+    [("8.0", False), ("8.6", False), ("8.9", True), ("9.0", True), ("10.0", True), ("12.1", True)],
+)
+def test_gpus_that_are_taken(monkeypatch, capability, fp8):
+    use_gpu(monkeypatch, "NVIDIA A card", capability)
+    check_device(fp8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "fp8", "message"),
+    [
+        ("Tesla T4", "7.5", False, r"query: Triton needs .* 8\.0 or newer, got 7\.5 \(Tesla T4\)"),
+        ("Tesla T4", "7.5", True, r"cache: an FP8 cache needs .* 8\.9 or newer, got 7\.5"),
+        ("NVIDIA A10", "8.6", True, r"cache: an FP8 cache .*, got 8\.6 \(NVIDIA A10\)"),
+        ("AMD Instinct MI250X", "gfx90a", False, r"query: .* an NVIDIA GPU, got AMD .*\(gfx90a\)"),
+        ("AMD Instinct MI300X", "gfx942", True, r"query: .* an NVIDIA GPU, got AMD .*\(gfx942\)"),
+    ],
+)
+def test_gpus_that_are_refused(monkeypatch, kind, capability, fp8, message):
+    call = good()
+    if not fp8:
+        call["cache"] = call["cache"].astype(jnp.bfloat16)
+    share = {name: call[name] for name in ("scale", "k_scale", "v_scale", "splits")}
+    share |= {name: call[name] for name in ("query", "cache", "regions", "block_table")}
+    share |= {name: call[name] for name in ("positions", "active")}
+    use_gpu(monkeypatch, kind, capability)
+    with pytest.raises(NotImplementedError, match=f"^{message}"):
+        sparse_decode_attention(**call)
+    with pytest.raises(NotImplementedError, match=f"^{message}"):
+        partial_attention(**share)
 
 
 # --- a cache inside larger pages

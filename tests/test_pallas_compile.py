@@ -21,6 +21,8 @@ SPLIT_SHARED, COMBINE_SHARED = 32768, 4096
 # arch, cache, heads, splits, dtype of the indices
 CALLS = [
     *((80, cache, 8, splits, "int32") for cache in ("bfloat16", "float16") for splits in (1, 4)),
+    *((86, cache, 8, 4, "int32") for cache in ("bfloat16", "float16")),
+    *((89, cache, 8, 4, "int32") for cache in ("bfloat16", "float16", "float8_e4m3fn")),
     *(
         (arch, cache, 8, splits, "int32")
         for arch in (90, 100)

@@ -11,10 +11,11 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
-from strategies import GEOMETRIES, Contents, compute, contents, fill  # noqa: E402
+from strategies import GEOMETRIES, Contents, contents, fill  # noqa: E402
 
-from sparse_decode.hazards import call_faults, limits  # noqa: E402
+from sparse_decode.hazards import call_faults  # noqa: E402
 from sparse_decode.paths import PATHS  # noqa: E402
+from sparse_decode.tolerance import limits  # noqa: E402
 
 GPU = torch.cuda.is_available()
 if jax.default_backend() == "cpu":
@@ -44,7 +45,7 @@ def hold_to_the_oracle(case, names: list[str], count: int, record_property) -> N
     @given(contents=contents)
     def check(contents: Contents) -> None:
         call = fill(case, contents)
-        outcomes = {name: compute(PATH[name], call) for name in names}
+        outcomes = {name: PATH[name].run(call) for name in names}
         allowed = limits(call)
         for name, outcome in outcomes.items():
             found = call_faults(call, allowed, outcome)
