@@ -270,7 +270,7 @@ def _compile_elsewhere(share: Sequence[Job]) -> list[CompiledKernel]:
         wanted, done = Path(folder, "wanted"), Path(folder, "done")
         wanted.write_text(json.dumps([dataclasses.asdict(job) for job in share]))
         worker = subprocess.run(
-            [sys.executable, "-c", _WORKER, str(wanted), str(done)],
+            [sys.executable, "-P", "-c", _WORKER, str(wanted), str(done)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,

@@ -185,7 +185,10 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
             other=0,
         )
         if plan.geometry.fp8:
-            piece = jnp.clip(piece.astype(jnp.float32), -FP8_QUERY_MAX, FP8_QUERY_MAX)
+            piece = piece.astype(jnp.float32)
+            # The GPU's minimum and maximum drop NaN.
+            number = piece == piece
+            piece = jnp.where(number, jnp.clip(piece, -FP8_QUERY_MAX, FP8_QUERY_MAX), piece)
         pieces.append(piece.astype(plan.operand))
     return pieces
 
@@ -210,6 +213,9 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
     offset = _offset(plan, refs)
 
+    heads = plan.padded_heads
+    # Weights summed by token are summed over tokens once, after the loop, if they fit registers.
+    by_token = config.tile * heads <= 512
     query = _load_query(plan, refs["query"], row)
     logit_scale = plan.scale * LOG2_E
     if geometry.fp8:
@@ -220,9 +226,6 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         first_slot = geometry.slots - live + tile * config.tile_regions
         page, element, valid = _locate(plan, refs, row, first_slot, position, offset)
         keys = _load_lines(plan, refs["cache"], page, element, valid, 0)
-        values = _load_lines(
-            plan, refs["cache"], page, element, valid, plan.line, transposed=geometry.fp8
-        )
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
         logits = jnp.where(valid[:, None], logits, -jnp.inf)
@@ -230,25 +233,27 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         pivot = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         weights = jnp.exp2(logits - pivot[None, :])
         shrink = jnp.exp2(peak - pivot)
-        total = total * shrink[None, :] + weights
+        total = total * shrink + (weights if by_token else jnp.sum(weights, axis=0))
         weights = weights.astype(plan.operand)
+        values = _load_lines(
+            plan, refs["cache"], page, element, valid, plan.line, transposed=geometry.fp8
+        )
         sums = tuple(
             acc * shrink[None, :] + _dot(value, int(geometry.fp8), weights, 0)
             for acc, value in zip(sums, values, strict=True)
         )
         return new_peak, total, sums
 
-    heads = plan.padded_heads
     empty = (
         jnp.full((heads,), -jnp.inf, jnp.float32),
-        jnp.zeros((config.tile, heads), jnp.float32),
+        jnp.zeros((config.tile, heads) if by_token else (heads,), jnp.float32),
         tuple(jnp.zeros((piece.shape[1], heads), jnp.float32) for piece in query),
     )
     share, rest = _divide(tiles, config.splits)
     begin = split * share + jnp.minimum(split, rest)
     end = begin + share + (split < rest)
     peak, total, sums = lax.fori_loop(begin, end, attend, empty)
-    total = _release(plan, jnp.sum(total, axis=0))
+    total = _release(plan, jnp.sum(total, axis=0) if by_token else total)
 
     none = total == 0
     norm = 1.0 / jnp.where(none, 1.0, total)
@@ -296,7 +301,7 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
         dims = first + begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
         partial = plt.load(
             refs["partial"].at[line[:, None], dims[None, :]],
-            mask=jnp.broadcast_to((lse != -jnp.inf)[:, None], (split.size, COMBINE_WIDTH)),
+            mask=jnp.broadcast_to((split < splits)[:, None], (split.size, COMBINE_WIDTH)),
             other=0,
         )
         attention = jnp.sum(weights[:, None] * partial, axis=0)

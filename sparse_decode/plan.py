@@ -68,17 +68,23 @@ _LEGAL = {
 }
 
 
-def default_config(geometry: Geometry) -> Config:
+def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
     """Settings for a call's sizes, as sweeps on an H200 found them.
+
+    Args:
+        geometry: From `contract.check_call`.
+        by_xla: Whether XLA compiles the kernels, as it does for JAX, and not the installed Triton.
+            Of 16-bit lines, XLA's pipeline needs more stages to keep as many in flight.
 
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
     the fixed cost of a program, which is that of about four tiles. Where two programs or fewer come
     to a multiprocessor, each takes four warps to be done sooner; where one comes to each even with
-    tiles of half the size, it takes these. Combine has a program for every 64 dims while that makes
-    few of them.
+    tiles of half the size, it takes these. Where the block table has room for a few tiles of 16
+    bits only, no more programs than that are worth a merge. Combine has a program for every 64 dims
+    while that makes few of them.
     """
-    tokens = geometry.slots * REGION_TOKENS
+    tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
     multiprocessors = 132
     at_once = 4 * multiprocessors
@@ -88,15 +94,17 @@ def default_config(geometry: Geometry) -> Config:
         return rounds * (-(-tiles // splits) + 4), splits
 
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
+    if tiles <= 8 and not geometry.fp8:
+        splits = min(splits, max(1, at_once // 2 // geometry.rows))
     few = geometry.rows * splits <= at_once // 2 and geometry.heads <= 8
-    tile = 64 if few or (geometry.fp8 and geometry.heads <= 8) else 32
+    tile = 64 if few or geometry.fp8 else 32
     if few and geometry.rows * -(-tokens // 32) <= multiprocessors:
         splits, tile = -(-tokens // 32), 32
     return Config(
         splits=splits,
         tile=tile,
         warps=4 if few else 2,
-        stages=3 if few else 6,
+        stages=3 if few else 8 if by_xla and not geometry.fp8 else 6,
         combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )
@@ -208,6 +216,7 @@ def make_plan(
     cache_unit: int = 0,
     cache_page: int = 0,
     cache_is_even: bool = True,
+    by_xla: bool = False,
 ) -> Plan:
     """Works out how a checked call is launched.
 
@@ -223,12 +232,13 @@ def make_plan(
             elements.
         cache_page: The size of these larger pages, in elements.
         cache_is_even: Whether the cache begins at an even address.
+        by_xla: As in `default_config`.
 
     Raises:
         NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB, or what belongs to
             one page or row reaches over 2**31 elements or more.
     """
-    config = config or default_config(geometry)
+    config = config or default_config(geometry, by_xla)
     if splits is not None:
         config = replace(config, splits=int(splits))
     output = specs.get("output") or ArraySpec(

@@ -147,6 +147,9 @@ def test_a_request_does_not_depend_on_its_batch(path, hazard):
     batch = path.run(call)
     for request in range(len(call.block_table)):
         part, rows = one_request(call, request)
+        if path.name == "dlpack":  # refuses addresses in the middle
+            arrays = part.arrays().items()
+            part = dataclasses.replace(part, **{n: a.copy() for n, a in arrays if n != "cache"})
         alone = path.run(part)
         of_batch = Outcome(batch.output[rows], None if batch.lse is None else batch.lse[rows], None)
         assert_same_result(part, alone, of_batch)
