@@ -16,7 +16,7 @@ ROWS, SLOTS, PAGES, PAGE_SIZE, MAX_PAGES = 64, 513, 4096, 64, 1024
 # Bytes of shared memory a program, static and dynamic. Measured with jax 0.10.2 and triton 3.9.0:
 # split 20480 (sm_80) to 25088 (heads 16) for 16 bits, 22016 to 26112 for FP8; combine 1024 to 2048.
 # The bounds leave seven split programs to a multiprocessor of 227 KiB.
-SPLIT_SHARED, COMBINE_SHARED = 32768, 4096
+SPLIT_SHARED, COMBINE_SHARED = 36864, 4096
 
 # arch, cache, heads, splits, dtype of the indices
 CALLS = [
