@@ -77,7 +77,8 @@ def _offset(plan: Plan, refs) -> jax.Array | int:
     unit = plan.offset_unit
     if not unit:
         return 0
-    offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), plan.last_offset)
+    last = min(plan.last_offset, 2**31 - 1)
+    offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), last)
     return lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
 
 

@@ -384,6 +384,7 @@ def test_captures_while_views_are_dropped() -> None:
     stop = threading.Event()
     failures: list[BaseException] = []
     arrays = jax.block_until_ready([fill(float(run)) for run in range(8)])
+    (tensor * 2 + 1).sqrt()  # loads the kernels, which a capture should find loaded
 
     def churn() -> None:
         try:

@@ -357,6 +357,21 @@ def test_no_rows():
     assert (lse.shape, lse.dtype) == ((0, 8), jnp.float32)
 
 
+def test_a_page_of_gigabytes():
+    """The cache may begin further inside than 32 bits say; only traced, as no memory is needed."""
+    call = narrow(build(CASE["fp8_heads4"]))
+    arrays = arguments(call)
+    del arrays["cache"]
+
+    def attend(storage, offset, arrays):
+        cache = PackedCache(storage, offset, groups=1, page_size=call.cache.shape[2])
+        return sparse_decode_attention(**arrays, cache=cache, **call.options())
+
+    storage = jax.ShapeDtypeStruct((5, 5 << 30), jnp.float8_e4m3fn)
+    found = jax.eval_shape(attend, storage, jax.ShapeDtypeStruct((), jnp.int32), arrays)
+    assert found.shape == call.query.shape
+
+
 def test_inside_a_loop():
     """As in a model: a scan over the offsets of layers, the output of one feeding the next."""
     call = narrow(build(CASE["fp16"]))
