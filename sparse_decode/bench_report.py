@@ -21,6 +21,8 @@ CURVES = {
     "triton": ("Triton", "#d1730f", "-", "s"),
     "pallas": ("Pallas, launched directly", "#1565c0", "-", "o"),
 }
+# Panels of the plot side by side.
+COLUMNS = 3
 LEGEND = (
     "Microseconds a launch: median and interquartile distance of replays. 'split' is the first "
     "Pallas kernel\nlaunched alone, 'rest' what both take longer; 'in JAX' is inside a jitted "
@@ -178,11 +180,12 @@ def plot(document: Mapping[str, Any], stem: str | os.PathLike[str]) -> list[Path
     panels = families([result["setting"] for result in results])
     if not panels:
         raise ValueError("plot: expected settings that differ in the number of requests, got none")
-    figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
+    columns = min(len(panels), COLUMNS)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.0 * lines + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (common, places) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    for place, (common, places) in enumerate(panels, 1):
+        axes = figure.add_subplot(lines, columns, place)
         _panel(axes, common, [results[place] for place in places])
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(CURVES), frameon=False)
