@@ -66,6 +66,7 @@ _CAPTURE_MODE_RELAXED = 2
 _EVENT_DISABLE_TIMING = 2
 _NOT_READY = 600
 _CAPTURE_ERRORS = range(900, 909)
+_CAPTURED_EVENT = 907
 
 # The helper thread gathers drops for this long, then looks this often whether they may go back.
 _GATHER_SECONDS = 0.002
@@ -706,7 +707,7 @@ class _TorchStreams:
         context, events = self._devices[index]
         self._demand("cuCtxSetCurrent", context)
         steps = [lambda pair=pair: self._record(*pair) for pair in events]
-        steps += [lambda event=event: self._holds("cuEventQuery", event) for _, event in events]
+        steps += [lambda pair=pair: self._is_over(*pair) for pair in events]
         for step in steps:
             while not step():
                 if stop():
@@ -735,6 +736,13 @@ class _TorchStreams:
             and not self._is_capturing(stream)
         )
 
+    def _is_over(self, stream: Any, event: Any) -> bool:
+        code = self._driver.cuEventQuery(event)
+        if code == _CAPTURED_EVENT:
+            # A capture began and ended between the questions, and has the event to this day.
+            self._record(stream, event)
+        return self._expected("cuEventQuery", code) and not code
+
     def _is_capturing(self, stream: Any) -> bool:
         status = ctypes.c_int()
         return not self._holds("cuStreamIsCapturing", stream, ctypes.byref(status)) or bool(
@@ -743,11 +751,14 @@ class _TorchStreams:
 
     def _holds(self, name: str, *args: Any) -> bool:
         code = getattr(self._driver, name)(*args)
+        return self._expected(name, code) and not code
+
+    def _expected(self, name: str, code: int) -> bool:
         expected = code in (0, _NOT_READY) or code in _CAPTURE_ERRORS
         if not expected and code not in self._reported:
             self._reported.add(code)
             _logger.error("%s: CUDA error %d; memory that torch viewed stays held", name, code)
-        return not code
+        return expected
 
     def _demand(self, name: str, *args: Any) -> None:
         code = getattr(self._driver, name)(*args)

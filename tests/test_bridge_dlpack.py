@@ -615,6 +615,19 @@ def test_streams_never_use_an_event_of_a_capture(answers: list[int], records: in
     assert len(driver.recorded) == records
 
 
+def test_an_event_that_a_whole_capture_has_swallowed_is_recorded_again() -> None:
+    """The capture began after the first question and was over before the second."""
+
+    class Swallowed(Driver):
+        def cuEventQuery(self, event) -> int:
+            return 907 if len(self.recorded) == 1 else 0
+
+    driver = Swallowed({}, busy=[])
+    turns = iter(range(50))
+    assert streams_with(driver, 7).wait(0, lambda: next(turns, None) is None)
+    assert driver.recorded == [7, 7]
+
+
 def test_streams_hold_on_after_errors(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver({}, busy=[719] * 5)
     stops = iter([False] * 3 + [True])
