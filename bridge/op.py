@@ -351,8 +351,8 @@ def _check_device(device: torch.device, route: Route, fp8: bool) -> int:
     capability = torch.cuda.get_device_capability(device)
     if fp8 and capability < contract.FP8_CAPABILITY:
         raise NotImplementedError(
-            f"cache: FP8 needs compute capability 8.9 or newer, got {capability[0]}.{capability[1]}"
-            f" ({torch.cuda.get_device_name(device)})"
+            "cache: an FP8 cache needs compute capability 8.9 or newer, got "
+            f"{capability[0]}.{capability[1]} ({torch.cuda.get_device_name(device)})"
         )
     if route == "direct" and _arch(device.index) not in DEVICE_KINDS:
         known = ", ".join(map(str, DEVICE_KINDS))

@@ -250,7 +250,7 @@ def test_explained_on_a_gpu(gpu):
 @pytest.mark.parametrize(
     ("scale", "capability", "cache", "message"),
     [
-        (0.1, (8, 6), "float8_e4m3fn", "^cache: FP8 needs .* 8.9 or newer, got 8.6"),
+        (0.1, (8, 6), "float8_e4m3fn", "^cache: an FP8 cache needs .* 8.9 or newer, got 8.6"),
         (0.2, (7, 5), "bfloat16", r"^query: expected a GPU .*\{80, .*\}, got sm_75 \(stand-in\)"),
         (0.3, (12, 0), "float8_e4m3fn", "^query: expected a GPU .*, got sm_120"),
     ],
