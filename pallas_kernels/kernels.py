@@ -36,6 +36,18 @@ LN_2 = math.log(2)
 COMBINE_WIDTH = 64
 
 
+def _assembly(code: str, x: jax.Array) -> jax.Array:
+    """What PTX makes of each 32-bit element: `$0` from `$1`, of the same dtype."""
+    (result,) = plt.elementwise_inline_asm(
+        code,
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
 # --- layout
 
 
@@ -319,14 +331,7 @@ def _reciprocal(plan: Plan, x):
     """1 / x as IEEE defines it; the GPU's plain float32 division is an approximation."""
     if plan.interpret:
         return 1 / x
-    (quotient,) = plt.elementwise_inline_asm(
-        "rcp.rn.f32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return quotient
+    return _assembly("rcp.rn.f32 $0, $1;", x)
 
 
 def _gate(plan: Plan, gate_ref, row, head):
@@ -365,28 +370,14 @@ def _wait(plan: Plan, row: jax.Array) -> jax.Array:
     """`row`, known only once the preceding kernel has finished: every load comes after it."""
     if not plan.dependent_launch:
         return row
-    (known,) = plt.elementwise_inline_asm(
-        "griddepcontrol.wait; mov.b32 $0, $1;",
-        args=[jnp.full((1,), row)],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), row.dtype)],
-    )
-    return jnp.max(known)
+    return jnp.max(_assembly("griddepcontrol.wait; mov.b32 $0, $1;", jnp.full((1,), row)))
 
 
 def _release(plan: Plan, x: jax.Array) -> jax.Array:
     """`x`; once all programs have it, the next kernel's may take their places and wait there."""
     if not plan.dependent_launch:
         return x
-    (same,) = plt.elementwise_inline_asm(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return same
+    return _assembly("griddepcontrol.launch_dependents; mov.b32 $0, $1;", x)
 
 
 def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
