@@ -348,12 +348,9 @@ def _check_device(device: torch.device, route: Route, fp8: bool) -> int:
     if device.type != "cuda" or torch.version.cuda is None:
         hint = '; on the CPU, ask for route="dlpack"' if device.type == "cpu" else ""
         raise NotImplementedError(f"query: expected a tensor on an NVIDIA GPU, got {device}{hint}")
-    capability = torch.cuda.get_device_capability(device)
-    if fp8 and capability < contract.FP8_CAPABILITY:
-        raise NotImplementedError(
-            "cache: an FP8 cache needs compute capability 8.9 or newer, got "
-            f"{capability[0]}.{capability[1]} ({torch.cuda.get_device_name(device)})"
-        )
+    if fp8:
+        capability = torch.cuda.get_device_capability(device)
+        contract.check_capability(capability, fp8, lambda: torch.cuda.get_device_name(device))
     if route == "direct" and _arch(device.index) not in DEVICE_KINDS:
         known = ", ".join(map(str, DEVICE_KINDS))
         raise NotImplementedError(

@@ -17,17 +17,14 @@ from jax import lax
 
 from sparse_decode.contract import (
     CACHE_DIM,
-    FP8_CAPABILITY,
     ArraySpec,
     check_call,
+    check_capability,
     check_count,
 )
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.plan import Config, Plan, make_plan
 from sparse_decode.validation import check_indices, check_option
-
-# The oldest architecture of Triton, through which the kernels are compiled.
-OLDEST_CAPABILITY = (8, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -366,13 +363,7 @@ def check_device(fp8: bool) -> None:
     kind, capability = device.device_kind, device.compute_capability
     if not re.fullmatch(r"\d+\.\d+", capability):
         raise NotImplementedError(f"query: expected an NVIDIA GPU, got {kind} ({capability})")
-    use = "cache: an FP8 cache" if fp8 else "query: Triton"
-    oldest = FP8_CAPABILITY if fp8 else OLDEST_CAPABILITY
-    if tuple(int(part) for part in capability.split(".")) < oldest:
-        raise NotImplementedError(
-            f"{use} needs compute capability {oldest[0]}.{oldest[1]} or newer, "
-            f"got {capability} ({kind})"
-        )
+    check_capability(tuple(int(part) for part in capability.split(".")), fp8, lambda: kind)
 
 
 def _check_options(splits: object, config: object, return_lse: object) -> None:

@@ -7,6 +7,7 @@ an error that names the argument or returns the `Geometry` that launches are mad
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple, NoReturn
@@ -21,7 +22,8 @@ MAX_SPLITS = 256
 # taken as that value, and NaN stays NaN.
 FP8_QUERY_MAX = 65504.0
 
-# The first GPUs that convert FP8 E4M3 have this compute capability.
+# Compute capabilities of the oldest GPUs that Triton supports, and of the first that convert FP8.
+OLDEST_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
 FLOAT16_DTYPES = ("bfloat16", "float16")
@@ -131,6 +133,23 @@ def default_splits(rows: int) -> int:
     while splits < 32 and rows * splits * 2 <= 256:
         splits *= 2
     return splits
+
+
+def check_capability(capability: tuple[int, ...], fp8: bool, gpu: Callable[[], str]) -> None:
+    """Raises NotImplementedError for an NVIDIA GPU that is too old for the kernels.
+
+    Args:
+        capability: Its compute capability, major and minor.
+        fp8: Whether the cache is FP8.
+        gpu: Tells its name, for the message.
+    """
+    oldest = FP8_CAPABILITY if fp8 else OLDEST_CAPABILITY
+    if capability < oldest:
+        use = "cache: an FP8 cache" if fp8 else "query: Triton"
+        raise NotImplementedError(
+            f"{use} needs compute capability {oldest[0]}.{oldest[1]} or newer, "
+            f"got {capability[0]}.{capability[1]} ({gpu()})"
+        )
 
 
 def check_call(

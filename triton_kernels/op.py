@@ -14,8 +14,7 @@ from sparse_decode import contract, torch_arrays
 from sparse_decode.torch_arrays import Key
 from sparse_decode.triton_kernels import kernels
 
-# The oldest architecture that Triton supports, and the first with programmatic dependent launch.
-OLDEST_CAPABILITY = (8, 0)
+# The first architecture with programmatic dependent launch.
 PDL_CAPABILITY = (9, 0)
 
 
@@ -263,15 +262,7 @@ def _check_device(device: torch.device, fp8: bool) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         raise NotImplementedError(f"query: expected an NVIDIA GPU, got {device}")
     capability = torch.cuda.get_device_capability(device)
-    oldest, use = (
-        (contract.FP8_CAPABILITY, "an FP8 cache") if fp8 else (OLDEST_CAPABILITY, "Triton")
-    )
-    if capability < oldest:
-        raise NotImplementedError(
-            f"{'cache' if fp8 else 'query'}: {use} needs compute capability "
-            f"{oldest[0]}.{oldest[1]} or newer, got {capability[0]}.{capability[1]} "
-            f"({torch.cuda.get_device_name(device)})"
-        )
+    contract.check_capability(capability, fp8, lambda: torch.cuda.get_device_name(device))
     return capability >= PDL_CAPABILITY
 
 
