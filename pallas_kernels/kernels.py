@@ -154,9 +154,9 @@ def _load_lines(
 ) -> list[jax.Array]:
     """Loads `[tile, width]` pieces of keys (`first` 0) or values (`first` = `plan.line`).
 
-    Transposed pieces are `[width, tile]`, as the product with FP8 values takes them: words are then
-    copied asynchronously to shared memory and only decoded on their way out of it. For 16 bits the
-    same costs more registers than it saves.
+    Transposed pieces are `[width, tile]`. FP8 values are then copied asynchronously to shared memory
+    as words, and only decoded on their way out of it. With 16 bits the results are the same bits, and
+    which is faster depends on the compiler.
     """
     token_axis = 1 if transposed else 0
     page, element, valid = (
@@ -249,10 +249,10 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         total = total * shrink + (weights if by_token else jnp.sum(weights, axis=0))
         weights = weights.astype(plan.operand)
         values = _load_lines(
-            plan, refs["cache"], page, element, valid, plan.line, transposed=geometry.fp8
+            plan, refs["cache"], page, element, valid, plan.line, plan.values_transposed
         )
         sums = tuple(
-            acc * shrink[None, :] + _dot(value, int(geometry.fp8), weights, 0)
+            acc * shrink[None, :] + _dot(value, int(plan.values_transposed), weights, 0)
             for acc, value in zip(sums, values, strict=True)
         )
         return new_peak, total, sums

@@ -68,13 +68,11 @@ _LEGAL = {
 }
 
 
-def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
+def default_config(geometry: Geometry) -> Config:
     """Settings for a call's sizes, as sweeps on an H200 found them.
 
     Args:
         geometry: From `contract.check_call`.
-        by_xla: Whether XLA compiles the kernels, as it does for JAX, and not the installed Triton.
-            Of 16-bit lines, XLA's pipeline needs more stages to keep as many in flight.
 
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
@@ -104,7 +102,7 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
         splits=splits,
         tile=tile,
         warps=4 if few else 2,
-        stages=3 if few else 8 if by_xla and not geometry.fp8 else 6,
+        stages=3 if few else 6,
         combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )
@@ -124,6 +122,7 @@ class Plan:
         clear_inactive: Zero inactive rows; otherwise leave them as they are in `output`.
         return_lse: Whether natural-log lse is computed.
         words: Whether the cache is read as 16-bit words of two FP8 elements.
+        values_transposed: Whether values are loaded as `[dims, tokens]`, not `[tokens, dims]`.
         query_strides: (row, head).
         cache_strides: (page, group, token).
         regions_stride: Row stride, in elements of the index dtype.
@@ -146,6 +145,7 @@ class Plan:
     clear_inactive: bool
     return_lse: bool
     words: bool
+    values_transposed: bool
     query_strides: tuple[int, int]
     cache_strides: tuple[int, int, int]
     regions_stride: int
@@ -232,13 +232,13 @@ def make_plan(
             elements.
         cache_page: The size of these larger pages, in elements.
         cache_is_even: Whether the cache begins at an even address.
-        by_xla: As in `default_config`.
+        by_xla: Whether XLA compiles the kernels, as it does for JAX, and not the installed Triton.
 
     Raises:
         NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB, or what belongs to
             one page or row reaches over 2**31 elements or more.
     """
-    config = config or default_config(geometry, by_xla)
+    config = config or default_config(geometry)
     if splits is not None:
         config = replace(config, splits=int(splits))
     output = specs.get("output") or ArraySpec(
@@ -286,6 +286,7 @@ def make_plan(
         clear_inactive=clear_inactive or "output" not in specs,
         return_lse=return_lse,
         words=words,
+        values_transposed=geometry.fp8 or by_xla,
         query_strides=(specs["query"].stride(0), specs["query"].stride(1)),
         cache_strides=cache_strides,
         regions_stride=specs["regions"].stride(0),
