@@ -47,7 +47,7 @@ class Sizes:
 
 
 LARGE = Sizes(requests=24, groups=8, regions=512, page_size=64)
-STEPS, ROUNDS, REPEATS = 20, 10, 15  # steps a program, programs a measurement, measurements
+STEPS, ROUNDS, REPEATS = 40, 20, 15  # steps a program, programs a measurement, measurements
 
 
 def place_pages(sizes: Sizes, devices: int) -> tuple[np.ndarray, int]:

@@ -56,7 +56,7 @@ class Sizes:
 
 
 LARGE = Sizes(tokens=32, context=8192, slots=513, page_size=64)
-STEPS, ROUNDS, REPEATS = 20, 10, 15  # steps a program, programs a measurement, measurements
+STEPS, ROUNDS, REPEATS = 40, 20, 15  # steps a program, programs a measurement, measurements
 
 
 def decode_step(sizes: Sizes) -> dict[str, np.ndarray]:

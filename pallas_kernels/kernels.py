@@ -154,9 +154,9 @@ def _load_lines(
 ) -> list[jax.Array]:
     """Loads `[tile, width]` pieces of keys (`first` 0) or values (`first` = `plan.line`).
 
-    Transposed pieces are `[width, tile]`. FP8 values are then copied asynchronously to shared memory
-    as words, and only decoded on their way out of it. With 16 bits the results are the same bits, and
-    which is faster depends on the compiler.
+    Transposed pieces are `[width, tile]`. FP8 values are then copied asynchronously to shared
+    memory as words, and only decoded on their way out of it. With 16 bits which is faster depends
+    on the compiler.
     """
     token_axis = 1 if transposed else 0
     page, element, valid = (
@@ -277,8 +277,11 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     head = jnp.arange(heads, dtype=jnp.int32)
     present = head < geometry.heads
     if config.splits == 1:
-        for dims, acc in zip(_dims(plan), sums, strict=True):
-            _finish(plan, refs, row, active, head[None, :], dims[:, None], acc * norm[None, :])
+        attention = [
+            (dims[:, None], acc * norm[None, :])
+            for dims, acc in zip(_dims(plan), sums, strict=True)
+        ]
+        _finish(plan, refs, row, active, head[None, :], attention)
         if plan.return_lse:
             plt.store(refs["lse"].at[row, head], lse * LN_2, mask=present)
         return
@@ -310,6 +313,7 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
     none = total == 0
     weights = weights * (1.0 / jnp.where(none, 1.0, total))
     first = pl.program_id(2) * plan.config.combine_width
+    attention = []
     for begin in range(0, plan.config.combine_width, COMBINE_WIDTH):
         dims = first + begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
         partial = plt.load(
@@ -317,8 +321,8 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
             mask=jnp.broadcast_to((split < splits)[:, None], (split.size, COMBINE_WIDTH)),
             other=0,
         )
-        attention = jnp.sum(weights[:, None] * partial, axis=0)
-        _finish(plan, refs, row, active, head, dims, attention)
+        attention.append((dims, jnp.sum(weights[:, None] * partial, axis=0)))
+    _finish(plan, refs, row, active, head, attention)
     if plan.return_lse:
         lse = jnp.where(none, -jnp.inf, peak + jnp.log2(jnp.where(none, 1.0, total)))
         plt.store(refs["lse"].at[row, head], jnp.full((1,), lse * LN_2))
@@ -346,21 +350,26 @@ def _gate(plan: Plan, gate_ref, row, head):
     return sigmoid.astype(gate_ref.dtype).astype(jnp.float32)
 
 
-def _finish(plan: Plan, refs, row, active, head, dims, attention):
-    """Rounds, gates, clears and stores finished attention of a row at (head, dims)."""
+def _finish(plan: Plan, refs, row, active, head, attention):
+    """Rounds, gates, clears and stores a row's attention, a list of pieces: dims and values.
+
+    One store after the other, since what is loaded after a store waits for it.
+    """
     dtype = jnp.dtype(plan.geometry.output_dtype)
-    result = attention.astype(dtype)
-    mask = jnp.broadcast_to(head < plan.geometry.heads, attention.shape)
-    if plan.geometry.gate_dtype is not None:
-        gate = _gate(plan, refs["gate"], row, head)
-        result = (result.astype(jnp.float32) * gate).astype(dtype)
-    if plan.clear_inactive:
-        result = jnp.where(active, result, jnp.zeros_like(result))
-    else:
-        mask = mask & active
+    gated = plan.geometry.gate_dtype is not None
+    gate = _gate(plan, refs["gate"], row, head) if gated else None
     row_stride, head_stride = plan.output_strides
-    at = refs["output"].at[_line(row, row_stride), head * head_stride + dims]
-    plt.store(at, result, mask=mask)
+    for dims, values in attention:
+        result = values.astype(dtype)
+        if gated:
+            result = (result.astype(jnp.float32) * gate).astype(dtype)
+        mask = jnp.broadcast_to(head < plan.geometry.heads, values.shape)
+        if plan.clear_inactive:
+            result = jnp.where(active, result, jnp.zeros_like(result))
+        else:
+            mask = mask & active
+        at = refs["output"].at[_line(row, row_stride), head * head_stride + dims]
+        plt.store(at, result, mask=mask)
 
 
 # --- launch

@@ -305,6 +305,13 @@ def _split(
 
 
 @triton.jit
+def _merge(partial_ptrs, weights, is_split):
+    """64 dims of a head's attention from the partials of its splits."""
+    partial = tl.load(partial_ptrs, mask=is_split[:, None], other=0.0)
+    return tl.sum(partial * weights[:, None], 0)
+
+
+@triton.jit
 def _combine(
     partial_ptr,
     lse_ptr,
@@ -351,8 +358,11 @@ def _combine(
     all_heads = row % GROUPS * HEADS + head
     gate_offset = row // GROUPS * gate_token_stride + all_heads * gate_head_stride
     gate = _gate(gate_ptr, gate_offset, None, GATED)
+    # One store after the other, since what is loaded after a store waits for it.
     partial_ptrs = partial_ptr + place[:, None] * HEAD_DIM + dim
-    for piece in tl.static_range(HEAD_DIM // PIECE):
-        partial = tl.load(partial_ptrs + piece * PIECE, mask=is_split[:, None], other=0.0)
-        attention = tl.sum(partial * weights[:, None], 0)
-        tl.store(output_ptrs + piece * PIECE, _finish(attention, gate, OUTPUT, GATED))
+    attention0 = _merge(partial_ptrs, weights, is_split)
+    attention1 = _merge(partial_ptrs + PIECE, weights, is_split)
+    attention2 = _merge(partial_ptrs + 2 * PIECE, weights, is_split)
+    tl.store(output_ptrs, _finish(attention0, gate, OUTPUT, GATED))
+    tl.store(output_ptrs + PIECE, _finish(attention1, gate, OUTPUT, GATED))
+    tl.store(output_ptrs + 2 * PIECE, _finish(attention2, gate, OUTPUT, GATED))
