@@ -266,7 +266,7 @@ def run(
             says(f"{workload.setting.name}: compiling {len(configs)} candidates")
             fit = _warm_up(configs, workload.call(0, workload.output()), failed)
             says(f"{workload.setting.name}: timing {len(fit)} candidates")
-            return _time(fit, workload, replays, failed)
+            return time_configs(fit, workload, replays, failed)
 
         default = bench_run.default_config(setting, pool_bytes)
         times = search(default, setting.slots, time)
@@ -297,7 +297,7 @@ def _warm_up(
     return fit
 
 
-def _time(
+def time_configs(
     configs: Sequence[Config], workload: Workload, replays: int, failed: dict[Config, str]
 ) -> dict[Config, Time]:
     """Times candidates whose results are right."""
