@@ -29,7 +29,7 @@ from sparse_decode.plan import Config
 SHAPES = ((64, 4, 3), (64, 2, 6), (32, 4, 3), (32, 2, 6), (64, 4, 6))  # tile, warps, stages
 SPLITS = (0.5, 0.75, 1.25, 1.5, 2)  # shares of the default's
 COMBINES = ((1, 64), (2, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
-FINALISTS, ROUNDS = 3, 3
+FINALISTS, ROUNDS = 3, 5
 
 
 def candidates(setting: Setting, default: Config) -> list[Config]:
@@ -64,7 +64,7 @@ def sweep(workload: bench.Workload, default: Config, replays: int) -> dict[str, 
         raise RuntimeError(f"{workload.setting.name}: the default fails: {failed.get(default)}")
     finalists = [default, *sorted(first, key=lambda config: first[config].median)[:FINALISTS]]
     finalists = [*dict.fromkeys(finalists)]
-    rounds = [tune.time_configs(finalists, workload, replays, failed) for _ in range(ROUNDS)]
+    rounds = [tune.time_configs(finalists, workload, 2 * replays, failed) for _ in range(ROUNDS)]
     times = {
         config: statistics.median(times[config].median for times in rounds) for config in finalists
     }
@@ -101,7 +101,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", nargs="+", default=["full"], metavar="NAME")
+    parser.add_argument("--suite", nargs="+", default=["full", "rows"], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--pool-gib", type=float, default=12, metavar="GIB")
     parser.add_argument("--replays", type=int, default=8, metavar="N")

@@ -76,11 +76,11 @@ def default_config(geometry: Geometry) -> Config:
 
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
-    the fixed cost of a program, which is that of about four tiles. Where two programs or fewer come
-    to a multiprocessor, each takes four warps to be done sooner; where one comes to each even with
-    tiles of half the size, it takes these. Where the block table has room for a few tiles of 16
-    bits only, no more programs than that are worth a merge. Combine has a program for every 64 dims
-    while that makes few of them.
+    the fixed cost of a program, which is that of about four tiles. Where the block table has room
+    for a few tiles only, no more than two programs to a multiprocessor are worth a merge. So few
+    take four warps each, to be done sooner, and a short pipeline where each has a single tile;
+    where one program comes to each multiprocessor even with tiles of half the size, it takes these.
+    Combine has a program for every 64 dims while that makes few of them.
     """
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
@@ -92,7 +92,7 @@ def default_config(geometry: Geometry) -> Config:
         return rounds * (-(-tiles // splits) + 4), splits
 
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
-    if tiles <= 8 and not geometry.fp8:
+    if tiles <= 8:
         splits = min(splits, max(1, at_once // 2 // geometry.rows))
     few = geometry.rows * splits <= at_once // 2 and geometry.heads <= 8
     tile = 64 if few or geometry.fp8 else 32
@@ -102,7 +102,7 @@ def default_config(geometry: Geometry) -> Config:
         splits=splits,
         tile=tile,
         warps=4 if few else 2,
-        stages=3 if few else 6,
+        stages=3 if few and splits * tile >= tokens else 6,
         combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )
