@@ -76,33 +76,33 @@ def default_config(geometry: Geometry) -> Config:
 
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
-    the fixed cost of a program, which is that of about four tiles. Where the block table has room
-    for a few tiles only, no more than two programs to a multiprocessor are worth a merge. So few
-    take four warps each, to be done sooner, and a short pipeline where each has a single tile;
-    where one program comes to each multiprocessor even with tiles of half the size, it takes these.
-    Combine has a program for every 64 dims while that makes few of them.
+    the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
+    one split, of two and a half. Where two programs or fewer come to a multiprocessor, each takes
+    four warps to be done sooner, and a short pipeline if it has a single tile; where one comes to
+    each even with tiles of half the size, it takes these. Where more come and each would have a
+    single tile, it has two halves. Combine has a program for every 64 dims while that makes few of
+    them.
     """
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
     multiprocessors = 132
     at_once = 4 * multiprocessors
 
-    def estimate(splits: int) -> tuple[int, int]:
+    def estimate(splits: int) -> tuple[float, int]:
         rounds = -(-geometry.rows * splits // at_once)
-        return rounds * (-(-tiles // splits) + 4), splits
+        return rounds * (-(-tiles // splits) + 4) + (2.5 if splits > 1 else 0), splits
 
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
-    if tiles <= 8:
-        splits = min(splits, max(1, at_once // 2 // geometry.rows))
     few = geometry.rows * splits <= at_once // 2 and geometry.heads <= 8
-    tile = 64 if few or geometry.fp8 else 32
+    single = splits * 64 >= tokens
+    tile = 64 if few or (geometry.fp8 and not single) else 32
     if few and geometry.rows * -(-tokens // 32) <= multiprocessors:
         splits, tile = -(-tokens // 32), 32
     return Config(
         splits=splits,
         tile=tile,
         warps=4 if few else 2,
-        stages=3 if few and splits * tile >= tokens else 6,
+        stages=3 if few and single else 6,
         combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )
