@@ -14,7 +14,7 @@ from sparse_decode.bench_suites import CACHES, SUITES, Setting, settings_of
 from sparse_decode.call import Call
 from sparse_decode.cases import CASES, WIDE_CASES, build
 from sparse_decode.devices import gpu_count, use_interpreters_without_gpu
-from sparse_decode.parity import check, runnable, versions
+from sparse_decode.parity import check_all, runnable, versions
 
 SHORT = (
     "fp8",
@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--wide", action="store_true", help="also the large built-in cases, which want a GPU"
     )
     parity.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parity.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="cases side by side (default: 1)"
+    )
     _add_bench(commands)
     _add_tune(commands)
     options = parser.parse_args(arguments)
@@ -144,25 +147,28 @@ def _parity(options: argparse.Namespace) -> int:
     if options.captures and (options.all or options.wide):
         raise ValueError("--all and --wide choose built-in cases and do not go with captures")
     _check_folder("--json", options.json)
-    paths = runnable()
     subjects = list(_subjects(options))
     results = []
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for name, call, recorded in track(
-        subjects, "parity", console=Console(stderr=True), transient=True
+    for found in track(
+        check_all(subjects, options.processes),
+        "parity",
+        total=len(subjects),
+        console=Console(stderr=True),
+        transient=True,
     ):
-        results += check(name, call, recorded, paths)
+        results += found
     console.print(parity_table(results))
     if options.json:
         write_json(options.json, results)
-    failed = sum(not result.verdict.ok for result in results)
-    if not paths:
+    failed, can_run = sum(not result.verdict.ok for result in results), bool(runnable())
+    if not can_run:
         console.print("[bold red]no path can run here[/]; see: python -m sparse_decode info")
     elif failed:
         console.print(f"[bold red]{failed} of {len(results)} results are out of tolerance[/]")
     else:
         console.print(f"{len(results)} results, all within tolerance")
-    return 1 if failed or not paths else 0
+    return 1 if failed or not can_run else 0
 
 
 def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, Call, Any]]:

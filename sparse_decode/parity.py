@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +83,32 @@ def check(
                 None if recorded is None else _difference(allowed, outcome.output, recorded)
             )
         yield Result(subject, path.name, mode, verdict, difference, time.perf_counter() - began)
+
+
+def check_all(
+    subjects: Iterable[tuple[str, Call, np.ndarray | None]], processes: int = 1
+) -> Iterator[list[Result]]:
+    """The results of `check` for several calls, in their order.
+
+    Args:
+        subjects: Name, call and recorded output (or None) of each.
+        processes: Calls that run side by side; 1 runs them in this process.
+
+    Raises:
+        ValueError: `processes` is less than 1.
+    """
+    if processes < 1:
+        raise ValueError(f"processes: expected at least 1, got {processes}")
+    if processes == 1:
+        paths = runnable()
+        yield from (list(check(*subject, paths)) for subject in subjects)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_check_one, subjects)
+
+
+def _check_one(subject: tuple[str, Call, np.ndarray | None]) -> list[Result]:
+    return list(check(*subject))
 
 
 def _difference(allowed: Limits, output: np.ndarray, recorded: np.ndarray) -> float:

@@ -292,7 +292,7 @@ def test_refused_jax_dtype() -> None:
 
 def run_python(code: str, **env: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        [sys.executable, "-P", "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=120,

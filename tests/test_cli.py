@@ -237,6 +237,11 @@ def test_json_into_a_folder_that_is_not_there(use_paths, write, tmp_path, capsys
     assert str(target) in err
 
 
+def test_no_processes(use_paths, write, capsys):
+    assert cli.main(["parity", write(), "--processes", "0"]) == 2
+    assert "processes: expected at least 1, got 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -343,7 +348,11 @@ def test_as_a_program(write, tmp_path):
     folder.mkdir()
     command = [sys.executable, "-P", "-m", "sparse_decode", "parity", write("fp16_heads4_gate")]
     done = subprocess.run(
-        [*command, "--json", str(file)], cwd=folder, capture_output=True, text=True, check=False
+        [*command, "--json", str(file), "--processes", "2"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(file.read_text())["results"]

@@ -300,7 +300,7 @@ assert free - torch.cuda.mem_get_info()[0] < 2**20
     }
     path = [str(Path(toys.__file__).parent), *filter(None, sys.path)]
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-P", "-c", script],
         env={**environment, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,

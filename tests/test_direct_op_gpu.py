@@ -452,7 +452,7 @@ def test_processes_start_no_jax_backend_and_share_the_disk_cache(tmp_path):
     for process in range(2):
         file = tmp_path / f"{process}.pt"
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(file)],
+            [sys.executable, "-P", "-c", SCRIPT, str(file)],
             env=environment,
             capture_output=True,
             text=True,

@@ -296,7 +296,7 @@ def environment(folder, **variables):
 
 def run_python(script, folder, **variables):
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-P", "-c", script],
         env=environment(folder, **variables),
         capture_output=True,
         text=True,
@@ -337,7 +337,7 @@ def test_second_process_neither_traces_nor_compiles(tmp_path):
 def test_two_processes_at_once(tmp_path):
     racing = [
         subprocess.Popen(
-            [sys.executable, "-c", BUILD],
+            [sys.executable, "-P", "-c", BUILD],
             env=environment(tmp_path),
             stdout=subprocess.PIPE,
             text=True,

@@ -237,7 +237,7 @@ def test_empty_batch_launches_nothing(monkeypatch):
 def run_python(code: str, **environment: str) -> str:
     variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         env={**variables, **environment},
         capture_output=True,
         text=True,
