@@ -353,7 +353,7 @@ def _gate(plan: Plan, gate_ref, row, head):
 def _finish(plan: Plan, refs, row, active, head, attention):
     """Rounds, gates, clears and stores a row's attention, a list of pieces: dims and values.
 
-    One store after the other, since what is loaded after a store waits for it.
+    Stores come last: what is loaded after a store waits for it.
     """
     dtype = jnp.dtype(plan.geometry.output_dtype)
     gated = plan.geometry.gate_dtype is not None

@@ -358,7 +358,7 @@ def _combine(
     all_heads = row % GROUPS * HEADS + head
     gate_offset = row // GROUPS * gate_token_stride + all_heads * gate_head_stride
     gate = _gate(gate_ptr, gate_offset, None, GATED)
-    # One store after the other, since what is loaded after a store waits for it.
+    # Stores come last: what is loaded after a store waits for it.
     partial_ptrs = partial_ptr + place[:, None] * HEAD_DIM + dim
     attention0 = _merge(partial_ptrs, weights, is_split)
     attention1 = _merge(partial_ptrs + PIECE, weights, is_split)
