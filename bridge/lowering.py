@@ -4,7 +4,7 @@
 the StableHLO module that JAX would hand to XLA. Everything in the resulting :class:`Program`
 (shapes, dtypes, aliases, grid, warps, stages) is read from that module.
 
-All knowledge of JAX's private parts is in this file, and all of it is used inside :func:`lower`:
+All that lowering knows of JAX's private parts is in this file, and used inside :func:`lower`:
 importing this module does not import JAX, so that a stored program can be read without it.
 """
 

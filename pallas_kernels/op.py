@@ -60,6 +60,11 @@ class PackedCache:
         """`(pages, groups, page_size, 384)`, as of a cache that is an array."""
         return self.storage.shape[0], self.groups, self.page_size, CACHE_DIM
 
+    @property
+    def dtype(self) -> Any:
+        """Dtype of `storage`."""
+        return self.storage.dtype
+
     def strides(self) -> tuple[int, int, int, int]:
         """Elements between pages, groups, tokens and dims."""
         token = CACHE_DIM if self.token_stride is None else self.token_stride

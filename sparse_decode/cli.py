@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -147,6 +148,8 @@ def _parity(options: argparse.Namespace) -> int:
     if options.captures and (options.all or options.wide):
         raise ValueError("--all and --wide choose built-in cases and do not go with captures")
     _check_folder("--json", options.json)
+    # Several frameworks, and perhaps processes, share the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     subjects = list(_subjects(options))
     results = []
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -77,11 +77,12 @@ def default_config(geometry: Geometry) -> Config:
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
     the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
-    one split, of two and a half. Where two programs or fewer come to a multiprocessor, each takes
-    four warps to be done sooner, and a short pipeline if it has a single tile; where one comes to
-    each even with tiles of half the size, it takes these. Where more come and each would have a
-    single tile, it has two halves. Combine has a program for every 64 dims while that makes few of
-    them.
+    one split, of two and a half. Where two programs or fewer come to a multiprocessor and heads are
+    at most 8, each takes four warps to be done sooner, and a short pipeline if it has a single
+    tile; where at most one comes to each even with tiles of half the size, it takes these.
+    Otherwise a program has two warps and tiles of 32 tokens, or of 64 with an FP8 cache and several
+    tiles. Combine has a program for every 64 dims while rows times heads are few, and more warps
+    the more splits there are.
     """
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
@@ -102,7 +103,7 @@ def default_config(geometry: Geometry) -> Config:
         splits=splits,
         tile=tile,
         warps=4 if few else 2,
-        stages=3 if few and single else 6,
+        stages=3 if few and splits * tile >= tokens else 6,
         combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )

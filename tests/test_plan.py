@@ -1,9 +1,9 @@
-"""Plans that no array of a test could have: what 32-bit places inside a line cannot reach."""
+"""Plans: sizes that no array of a test could have, and the default settings."""
 
 import pytest
 
 from sparse_decode.contract import ArraySpec, check_call
-from sparse_decode.plan import make_plan
+from sparse_decode.plan import default_config, make_plan
 
 
 def plan(group_stride, cache):
@@ -34,3 +34,33 @@ def test_groups_as_far_apart_as_32_bits_reach(cache, group_stride):
 def test_groups_further_apart_are_refused(cache, group_stride):
     with pytest.raises(NotImplementedError, match=rf"^cache: .* 2\*\*31 .*{group_stride}"):
         plan(group_stride, cache)
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 256, 600])
+@pytest.mark.parametrize("slots", [1, 7, 9, 24, 25, 64, 513, 1025])
+def test_default_settings_are_those_of_the_table(cache, rows, slots):
+    """The table of `docs/performance.md`."""
+    fp8 = cache == "float8_e4m3fn"
+    specs = {
+        "query": ArraySpec((rows, 8, 192), "bfloat16"),
+        "cache": ArraySpec((4096, 1, 64, 384), cache),
+        "regions": ArraySpec((rows, slots), "int32"),
+        "block_table": ArraySpec((rows, 1024), "int32"),
+        "positions": ArraySpec((rows,), "int32"),
+        "active": ArraySpec((rows,), "bool"),
+    }
+    if fp8:
+        specs |= {name: ArraySpec((), "float32") for name in ("k_scale", "v_scale")}
+    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    found = config.tile, config.warps, config.stages
+    tokens = slots * 8
+    single = config.splits * config.tile >= tokens
+    if rows * -(-tokens // 32) <= 132:
+        assert found == (32, 4, 3)
+    elif rows * config.splits <= 264:
+        assert found == (64, 4, 3 if single else 6)
+    elif fp8 and config.splits * 64 < tokens:
+        assert found == (64, 2, 6)
+    else:
+        assert found == (32, 2, 6)

@@ -367,7 +367,7 @@ def test_pallas_packed_cache(pallas):
     pages, groups, page_size, _ = GOOD.cache.shape
     storage = in_jax(GOOD.cache).reshape(pages, -1)
     cache = pallas.PackedCache(storage, 0, groups=groups, page_size=page_size)
-    assert cache.shape == GOOD.cache.shape
+    assert (cache.shape, cache.dtype) == (GOOD.cache.shape, storage.dtype)
     pallas.sparse_decode_attention(**jax_arguments(GOOD, validate=True) | {"cache": cache})
     with pytest.raises(ValueError, match=MESSAGE):
         pallas.sparse_decode_attention(**jax_arguments(BAD, validate=True) | {"cache": cache})
