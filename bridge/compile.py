@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sparse_decode._files import replace_file
 from sparse_decode._require import require, require_supported
 from sparse_decode.bridge import lowering
 from sparse_decode.bridge.lowering import KernelCall, Program, Spec
@@ -121,7 +122,8 @@ class Request:
             sorted(
                 (name, value)
                 for name, value in os.environ.items()
-                if name.startswith(("TRITON_", "DISABLE_")) and name not in _NEUTRAL_VARIABLES
+                if name.startswith(("TRITON_", "DISABLE_", "PTXAS_"))
+                and name not in _NEUTRAL_VARIABLES
             ),
         )
 
@@ -367,7 +369,11 @@ def _cache_dir() -> Path:
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sparse_decode"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "sparse_decode"
+    except RuntimeError:
+        # A user without a home: nothing is found there, and what cannot be kept is warned of.
+        return Path(os.devnull) / "sparse_decode"
 
 
 def _kernel_fields(kernel: CompiledKernel) -> dict[str, Any]:
@@ -385,7 +391,10 @@ def _read(path: Path) -> Executable | None:
     """The stored entry, or None where there is none or it is damaged."""
     try:
         checksum, _, content = path.read_text().partition("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warnings.warn(f"{path} cannot be read: {error}; built again", RuntimeWarning, stacklevel=3)
         return None
     except UnicodeDecodeError:
         checksum, content = "", "damaged"
@@ -408,11 +417,4 @@ def _write(path: Path, executable: Executable) -> None:
         }
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(f"{_hash(content)}\n{content}")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    replace_file(path, f"{_hash(content)}\n{content}".encode())

@@ -28,7 +28,7 @@ from sparse_decode.contract import ArraySpec
 from sparse_decode.pallas_kernels import PackedCache
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.pallas_kernels.op import describe_cache
-from sparse_decode.plan import Plan, make_plan
+from sparse_decode.plan import Plan, extent, make_plan
 from sparse_decode.validation import check_indices, check_option
 
 if TYPE_CHECKING:
@@ -155,15 +155,15 @@ def _program(call: _Call, tensors: Mapping[str, torch.Tensor | None], unit: int)
 
 def _refuse_reaching_lines(specs: Mapping[str, ArraySpec]) -> None:
     """Refuses what the interpreter cannot address: lines that reach into the next ones."""
-    for name in ("query", "gate", "output"):
+    for name in ("query", "regions", "block_table", "gate", "output"):
         spec = specs.get(name)
         if spec is None or spec.shape[0] == 1:
             continue
-        heads = spec.shape[1] - 1
-        if heads * spec.stride(1) >= spec.stride(0) > 0:
+        if extent(spec) > spec.stride(0) > 0:
             raise NotImplementedError(
-                f"{name}: expected heads inside rows, got strides {list(spec.strides or ())}; "
-                "Pallas' interpreter does not address other layouts, use a copy"
+                f"{name}: expected what shares the first index to end before the next begins, got "
+                f"strides {list(spec.strides or ())}; Pallas' interpreter does not address other "
+                "layouts, use a copy"
             )
 
 

@@ -311,7 +311,11 @@ class _Jax:
                 # make Python forget what it has shown once.
                 silent = mock.Mock(spec=["warn"])
                 stack.enter_context(mock.patch.object(self._registration, "deprecations", silent))
+            # What the program has chosen for itself must not change the kernels.
             stack.enter_context(self._jax.enable_x64(False))
+            stack.enter_context(self._jax.default_matmul_precision(None))
+            stack.enter_context(self._jax.numpy_dtype_promotion("standard"))
+            stack.enter_context(self._jax.numpy_rank_promotion("allow"))
             stack.enter_context(self._jax.default_device(device))
             stack.enter_context(self._use_mesh(mesh))
             if hasattr(self._registration, "jax"):

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from sparse_decode.contract import FP8_QUERY_MAX, HEAD_DIM, REGION_TOKENS
+from sparse_decode.pallas_kernels.promotion import usual_promotion
 from sparse_decode.plan import Plan
 
 LOG2_E = math.log2(math.e)
@@ -212,7 +213,11 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
 def _dot(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
     """Sums products over `a_axis` of a and `b_axis` of b, in float32."""
     return lax.dot_general(
-        a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32
+        a,
+        b,
+        (((a_axis,), (b_axis,)), ((), ())),
+        precision=lax.Precision.DEFAULT,  # whatever `jax_default_matmul_precision` says
+        preferred_element_type=jnp.float32,
     )
 
 
@@ -264,7 +269,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     )
     share, rest = _divide(tiles, config.splits)
     begin = split * share + jnp.minimum(split, rest)
-    end = begin + share + (split < rest)
+    end = begin + share + (split < rest).astype(jnp.int32)
     peak, total, sums = lax.fori_loop(begin, end, attend, empty)
     total = _release(plan, jnp.sum(total, axis=0) if by_token else total)
 
@@ -389,6 +394,7 @@ def _release(plan: Plan, x: jax.Array) -> jax.Array:
     return _assembly("griddepcontrol.launch_dependents; mov.b32 $0, $1;", x)
 
 
+@usual_promotion
 def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Launches split and, with more than one split, combine.
 

@@ -18,9 +18,11 @@ from sparse_decode.pallas_kernels.op import (
     check_device,
     describe_cache,
 )
+from sparse_decode.pallas_kernels.promotion import usual_promotion
 from sparse_decode.plan import Config, make_plan
 
 
+@usual_promotion
 def partial_attention(
     query: jax.Array,
     cache: jax.Array | PackedCache,
@@ -77,6 +79,7 @@ def partial_attention(
     return output, lse
 
 
+@usual_promotion
 def attend_to_share(
     cache: jax.Array | PackedCache,
     arrays: dict[str, jax.Array | None],
@@ -140,6 +143,7 @@ def attend_to_share(
     return geometry, *share
 
 
+@usual_promotion
 def merge(outputs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merges attention to disjoint shares of a context into attention to all of it.
 

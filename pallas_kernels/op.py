@@ -23,6 +23,7 @@ from sparse_decode.contract import (
     check_count,
 )
 from sparse_decode.pallas_kernels.kernels import attend
+from sparse_decode.pallas_kernels.promotion import usual_promotion
 from sparse_decode.plan import Config, Plan, make_plan
 from sparse_decode.validation import check_indices, check_option
 
@@ -205,6 +206,7 @@ def _compiled(plan: Plan, options: tuple[tuple[str, Any], ...]) -> Callable:
     return jax.jit(_transformable(functools.partial(_run, plan), again))
 
 
+@usual_promotion
 def _run(plan: Plan, arrays: dict[str, Any]) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Brings a checked call's arrays into the kernels' shapes, and launches."""
     cache = arrays["cache"]
@@ -279,6 +281,7 @@ def _transformable(run: Callable[[dict[str, Any]], Any], again: Callable[..., An
     return forward
 
 
+@usual_promotion
 def _folded(again: Callable[..., Any], size: int, batched: dict, arrays: dict) -> Any:
     """A batch of calls that share cache and scales, as one call of all their requests."""
 
@@ -293,6 +296,7 @@ def _folded(again: Callable[..., Any], size: int, batched: dict, arrays: dict) -
     return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
 
 
+@usual_promotion
 def _one_by_one(again: Callable[..., Any], batched: dict, arrays: dict) -> Any:
     """A batch of calls, one after the other."""
     leaves, tree = jax.tree.flatten(arrays)
@@ -343,6 +347,8 @@ def describe_cache(cache: object) -> ArraySpec:
 
 def _check_offset(cache: PackedCache, last: int) -> None:
     offset = cache.offset
+    if isinstance(offset, np.ndarray) and offset.shape == ():
+        offset = offset[()]
     if isinstance(offset, jax.Array | np.ndarray):
         if not jnp.issubdtype(offset.dtype, jnp.integer):
             raise TypeError(f"cache.offset: expected an integer dtype, got {offset.dtype}")

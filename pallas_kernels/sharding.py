@@ -26,6 +26,7 @@ from sparse_decode.pallas_kernels.op import (
     describe_cache,
     sparse_decode_attention,
 )
+from sparse_decode.pallas_kernels.promotion import usual_promotion
 
 Result = jax.Array | tuple[jax.Array, jax.Array]
 ROW_ARRAYS = ("query", "regions", "positions", "active", "output")
@@ -237,6 +238,7 @@ def shard_over_context(mesh: Mesh | AbstractMesh, axis: str) -> Callable[..., Re
     return attend
 
 
+@usual_promotion
 def context_attention(
     query: jax.Array,
     cache: jax.Array | PackedCache,
@@ -305,6 +307,7 @@ def context_attention(
     return (result, lse) if return_lse else result
 
 
+@usual_promotion
 def split_block_table(block_table: jax.Array, owner: jax.Array, devices: int) -> jax.Array:
     """Splits a block table by the device that has each page.
 

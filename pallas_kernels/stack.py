@@ -26,6 +26,7 @@ from sparse_decode.contract import (
     check_count,
 )
 from sparse_decode.pallas_kernels.op import PackedCache, describe_cache, narrow
+from sparse_decode.pallas_kernels.promotion import usual_promotion
 
 FP8_MAX = 448.0
 INT32_MAX = 2**31 - 1
@@ -38,6 +39,7 @@ Cache = TypeVar("Cache", jax.Array, PackedCache)
 # --- selection
 
 
+@usual_promotion
 def select_regions(scores: jax.Array, positions: jax.Array, slots: int) -> jax.Array:
     """Selects the regions of the highest scores, and always the current one.
 
@@ -67,6 +69,7 @@ def select_regions(scores: jax.Array, positions: jax.Array, slots: int) -> jax.A
     return _left_padded(history[:, ::-1], current, slots)
 
 
+@usual_promotion
 def pack_selection(
     indices: jax.Array, positions: jax.Array, slots: int, count: jax.Array | None = None
 ) -> jax.Array:
@@ -120,6 +123,7 @@ def _left_padded(history: jax.Array, current: jax.Array, slots: int) -> jax.Arra
 # --- cache
 
 
+@usual_promotion
 def write_kv(
     cache: Cache,
     key: jax.Array,

@@ -128,6 +128,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         document = json.loads(Path(path).read_text())
+        for name in ("machine", "versions", "method", "peers"):
+            document[name]
         if not document["results"] or not all("paths" in one for one in document["results"]):
             raise KeyError("results")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -56,7 +56,16 @@ class Call:
 
 
 def describe(array: np.ndarray) -> ArraySpec:
-    """Describes a NumPy array; strides that are no multiple of the item size raise ValueError."""
+    """Describes a NumPy array.
+
+    Raises:
+        ValueError: A stride is no multiple of the item size.
+        TypeError: The bytes of its elements are in another order than this machine's.
+    """
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"expected elements in the byte order of this machine, got {array.dtype.str}"
+        )
     if any(stride % array.itemsize for stride in array.strides):
         raise ValueError(f"expected strides in whole elements, got {array.strides} bytes")
     return ArraySpec(

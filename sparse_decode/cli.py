@@ -261,6 +261,10 @@ def _tune(options: argparse.Namespace) -> int:
     from sparse_decode import tune
 
     _check_folder("--out", options.out)
+    for name in ("groups", "query_len"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}: expected at least 1, got {getattr(options, name)}")
     each = options.groups * options.query_len
     for rows in options.rows:
         if rows < 1 or rows % each:
@@ -289,12 +293,14 @@ def _tune(options: argparse.Namespace) -> int:
 def _check_folder(flag: str, path: Path | None) -> None:
     if path and not path.parent.is_dir():
         raise ValueError(f"{flag}: expected a file in a folder that exists, got {path}")
+    if path and path.is_dir():
+        raise ValueError(f"{flag}: expected a file, got the folder {path}")
 
 
 def _check_method(options: argparse.Namespace) -> None:
     if options.replays < 1:
         raise ValueError(f"--replays: expected at least 1, got {options.replays}")
-    if not options.pool_gib > 0:
+    if not 0 < options.pool_gib < 2**20:
         raise ValueError(f"--pool-gib: expected more than 0, got {options.pool_gib}")
 
 

@@ -21,6 +21,7 @@ MAX_SPLITS = 256
 # With an FP8 cache the query is an operand in float16: elements beyond its largest finite value are
 # taken as that value, and NaN stays NaN.
 FP8_QUERY_MAX = 65504.0
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 # Compute capabilities of the oldest GPUs that Triton supports, and of the first that convert FP8.
 OLDEST_CAPABILITY = (8, 0)
@@ -192,8 +193,9 @@ def check_call(
         ValueError: A shape, stride, device or option value is wrong, or an FP8 scale is missing.
     """
     _check_type("scale", scale, Real, "a real number")
-    if not math.isfinite(scale):
-        _wrong("scale", "a finite number", scale)
+    if not abs(scale) <= FLOAT32_MAX:
+        finite = abs(scale) < math.inf
+        _wrong("scale", "a number in float32's range" if finite else "a finite number", scale)
     check_count("query_len", query_len, 1, None)
     check_count("splits", splits, 1, MAX_SPLITS)
     _check_type("clear_inactive", clear_inactive, bool, "a bool")

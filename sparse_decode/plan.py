@@ -104,9 +104,14 @@ def default_config(geometry: Geometry) -> Config:
         tile=tile,
         warps=4 if few else 2,
         stages=3 if few and splits * tile >= tokens else 6,
-        combine_warps=1 if splits <= 64 else 2 if splits <= 128 else 4,
+        combine_warps=_combine_warps(splits),
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
     )
+
+
+def _combine_warps(splits: int) -> int:
+    """Warps that hold the partials of so many splits in registers."""
+    return 1 if splits <= 64 else 2 if splits <= 128 else 4
 
 
 @dataclass(frozen=True)
@@ -239,9 +244,12 @@ def make_plan(
         NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB, or what belongs to
             one page or row reaches over 2**31 elements or more.
     """
+    by_default = config is None
     config = config or default_config(geometry)
     if splits is not None:
         config = replace(config, splits=int(splits))
+        if by_default:
+            config = replace(config, combine_warps=_combine_warps(config.splits))
     output = specs.get("output") or ArraySpec(
         (geometry.rows, geometry.heads, HEAD_DIM), geometry.output_dtype
     )
@@ -253,7 +261,7 @@ def make_plan(
     }
     last_offset = 0
     if cache_unit:
-        last_offset = cache_page - _inside(specs["cache"])
+        last_offset = cache_page - extent(specs["cache"])
         shapes["cache"] = (geometry.pages, cache_page)
     cache_strides = (
         shapes["cache"][1] if specs["cache"].stride(0) else 0,
@@ -271,7 +279,7 @@ def make_plan(
             f"got a span of {shapes['cache'][0] * shapes['cache'][1]} bytes"
         )
     for name in shapes:
-        reach = _inside(lines[name]) // (2 if words and name == "cache" else 1)
+        reach = extent(lines[name]) // (2 if words and name == "cache" else 1)
         if reach >= 2**31:
             raise NotImplementedError(
                 f"{name}: expected strides by which what shares the first index lies within "
@@ -306,13 +314,13 @@ def make_plan(
 
 def _lines(spec: ArraySpec) -> tuple[int, int]:
     """A two-dimensional dense shape, lines of the first stride, that spans the array."""
-    inside, stride = _inside(spec), spec.stride(0)
+    inside, stride = extent(spec), spec.stride(0)
     if spec.shape[0] == 1 or stride == 0:
         return 1, inside
     span = inside + (spec.shape[0] - 1) * stride
     return -(-span // stride), stride
 
 
-def _inside(spec: ArraySpec) -> int:
+def extent(spec: ArraySpec) -> int:
     """Elements from the first to the last of one line, both counted."""
     return 1 + sum((spec.shape[dim] - 1) * spec.stride(dim) for dim in range(1, len(spec.shape)))

@@ -127,8 +127,11 @@ def load_config(path: str | os.PathLike[str]) -> ConfigTable:
         raise ValueError(f"{path}: expected JSON, got {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'{path}: expected a file of format "{FORMAT}", as tune writes it')
+    listed = document.get("entries", [])
+    if not isinstance(listed, list):
+        raise ValueError(f"{path}: entries: expected a list, got {type(listed).__name__}")
     entries = []
-    for place, fields in enumerate(document.get("entries", ())):
+    for place, fields in enumerate(listed):
         try:
             key = {name: fields[name] for name in ("cache", "rows", "heads", "slots", "page_size")}
             _check_key(key)
@@ -143,7 +146,7 @@ def load_config(path: str | os.PathLike[str]) -> ConfigTable:
 def _check_key(key: dict[str, Any]) -> None:
     for name, value in key.items():
         kind = str if name == "cache" else int
-        if type(value) is not kind or value in ("", 0):
+        if type(value) is not kind or (value == "" if kind is str else value < 1):
             raise ValueError(f"{name}: expected a positive {kind.__name__}, got {value!r}")
 
 

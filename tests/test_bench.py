@@ -487,7 +487,16 @@ def test_json_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", '{"results": []}', '{"results": [{}]}', "\xff"]
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"results": []}',
+        '{"results": [{}]}',
+        '{"results": [{"paths": {}}]}',
+        "\xff",
+    ],
 )
 def test_something_else_as_results(content, tmp_path):
     file = tmp_path / "results.json"
@@ -703,6 +712,8 @@ def test_config_file_round_trip(sweep, tmp_path):
         (lambda d: d["entries"][0].pop("heads"), "entry 0 lacks 'heads'"),
         (lambda d: d["entries"][0].update(rows="64"), "entry 0: rows: expected a positive int"),
         (lambda d: d["entries"][0].update(rows=0), "entry 0: rows: expected a positive int"),
+        (lambda d: d["entries"][0].update(rows=-5), "entry 0: rows: expected a positive int"),
+        (lambda d: d.update(entries=None), "entries: expected a list, got NoneType"),
         (lambda d: d["entries"][0]["config"].update(tile=48), "entry 0: config.tile: expected"),
         (lambda d: d["entries"][0]["config"].update(warps=2.0), "entry 0: config.warps: expected"),
         (lambda d: d["entries"][0]["config"].update(speed=9), "entry 0: .*unexpected .*'speed'"),

@@ -186,13 +186,23 @@ def test_strided_tensors(lent):
     np.testing.assert_array_equal(bits(bases["output"])[outside], untouched[outside])
 
 
+@pytest.mark.parametrize("name", ["regions", "block_table", "query"])
+def test_overlapping_lines_are_refused_by_the_interpreter(name):
+    call = build(BF16)
+    tensors = tensors_of(call)
+    shape, stride = tensors[name].shape, tensors[name].stride()
+    tensors[name] = tensors[name].as_strided(shape, (stride[0] // 2, *stride[1:]))
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected what shares the first index"):
+        attend(call, tensors)
+
+
 @pytest.mark.parametrize("name", ["query", "output"])
 def test_heads_outermost_are_refused_by_the_interpreter(name):
     call = build(BF16)
     tensors = tensors_of(call)
     tensors[name] = tensors[name].transpose(0, 1).contiguous().transpose(0, 1)
     assert tensors[name].stride(1) > tensors[name].stride(0)
-    with pytest.raises(NotImplementedError, match=f"^{name}: expected heads inside rows, got str"):
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected what shares the first index"):
         attend(call, tensors)
 
 

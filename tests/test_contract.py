@@ -125,6 +125,8 @@ WRONG = [
     ("gate", elsewhere, ValueError, "device cuda:0", "device cuda:1"),
     ("scale", value(math.nan), ValueError, "finite", "nan"),
     ("scale", value(-math.inf), ValueError, "finite", "-inf"),
+    ("scale", value(1e39), ValueError, "float32's range", "1e\\+39"),
+    ("scale", value(10**400), ValueError, "float32's range", "1000"),
     ("scale", value("0.07"), TypeError, "real number", "str"),
     ("scale", value(None), TypeError, "real number", "NoneType"),
     ("scale", value(True), TypeError, "real number", "bool"),
@@ -315,6 +317,8 @@ def test_describe():
 
 def test_describe_refuses_strides_between_elements():
     record = np.zeros(4, [("a", np.int32), ("b", np.int8)])
+    with pytest.raises(TypeError, match="byte order of this machine, got >i4"):
+        describe(np.zeros(3, ">i4"))
     with pytest.raises(ValueError, match=r"strides in whole elements, got \(5,\) bytes"):
         describe(record["a"])
 

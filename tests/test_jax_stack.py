@@ -13,6 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 from sparse_decode.pallas_kernels import (  # noqa: E402
     PackedCache,
     build_block_table,
+    merge,
     pack_selection,
     select_regions,
     write_kv,
@@ -347,3 +348,29 @@ def test_block_table(pages):
 def test_wrong_block_tables(pages, max_pages, error, message):
     with pytest.raises(error, match=message):
         build_block_table(pages, max_pages)
+
+
+def test_strict_promotion_does_not_matter():
+    rng = np.random.default_rng(0)
+    positions = jnp.asarray([37, -1, 12], jnp.int32)
+    scores = jnp.asarray(rng.normal(size=(3, 11)), jnp.float32)
+    indices = jnp.asarray(rng.permuted(np.tile(np.arange(11), (3, 1)), axis=1)[:, :4], jnp.int32)
+    lines = jnp.asarray(rng.normal(size=(3, 2, 192)), jnp.bfloat16)
+    table = jnp.asarray([[0, 1, 2, 3, 4]] * 3, jnp.int32)
+    cache = jnp.zeros((5, 2, 8, 384), FP8)
+    outputs = jnp.asarray(rng.normal(size=(2, 3, 4, 192)), jnp.float32)
+    scale = jnp.asarray(2.0, jnp.float32)
+
+    def all_of_them():
+        return (
+            select_regions(scores, positions, 3),
+            pack_selection(indices, positions, 3),
+            write_kv(cache, lines, lines, table, positions, positions > 0, scale, scale),
+            merge(outputs, outputs[..., 0]),
+        )
+
+    expected = all_of_them()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        found = all_of_them()
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

@@ -316,10 +316,48 @@ def request(arch=90, key="copy", **options):
     )
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"jax_default_matmul_precision": "BF16_BF16_F32"},
+        {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"},
+    ],
+    ids=["precision", "promotion"],
+)
+def test_settings_of_the_program_do_not_matter(settings):
+    jax = pytest.importorskip("jax")
+    function, specs = FUNCTIONS["product"]
+    product = functools.partial(lower, function, *specs, arch=90)
+    expected = product()
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        assert product() == expected
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSE_DECODE_CACHE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.mark.parametrize("place", ["a file", "no home"])
+def test_no_place_to_keep_kernels(place, tmp_path, monkeypatch):
+    if place == "a file":
+        file = tmp_path / "file"
+        file.touch()
+        monkeypatch.setenv("SPARSE_DECODE_CACHE_DIR", str(file / "folder"))
+    else:
+        for name in ("SPARSE_DECODE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
+        [executable] = compiling.build([request()], processes=1)
+    assert executable.kernels
 
 
 def must_not_lower():

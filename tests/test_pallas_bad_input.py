@@ -239,6 +239,11 @@ def test_the_packed_cache_is_good():
         ({"offset": -16}, ValueError, rf"cache\.offset: expected 0 to {PAGE}, got -16"),
         ({"offset": PAGE + 16}, ValueError, rf"cache\.offset: expected 0 to {PAGE}, got 12304"),
         ({"offset": 8}, ValueError, r"cache\.offset: .* multiple of offset_unit = 16, got 8"),
+        (
+            {"offset": np.array(8, np.int32)},
+            ValueError,
+            r"cache\.offset: .* offset_unit = 16, got 8",
+        ),
         ({"offset": 1.5}, TypeError, r"cache\.offset: .* got float"),
         ({"offset": "16"}, TypeError, r"cache\.offset: .* got str"),
         ({"offset": None}, TypeError, r"cache\.offset: .* got NoneType"),

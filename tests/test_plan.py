@@ -64,3 +64,22 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
         assert found == (64, 2, 6)
     else:
         assert found == (32, 2, 6)
+
+
+@pytest.mark.parametrize(("splits", "warps"), [(64, 1), (128, 2), (256, 4)])
+def test_other_splits_have_warps_that_hold_them(splits, warps):
+    specs = {
+        "query": ArraySpec((64, 8, 192), "bfloat16"),
+        "cache": ArraySpec((4096, 1, 64, 384), "bfloat16"),
+        "regions": ArraySpec((64, 513), "int32"),
+        "block_table": ArraySpec((64, 1024), "int32"),
+        "positions": ArraySpec((64,), "int32"),
+        "active": ArraySpec((64,), "bool"),
+    }
+    options = {"scale": 1.0, "clear_inactive": True}
+    geometry = check_call(**specs, **options, splits=splits)
+    config = make_plan(geometry, specs, **options, splits=splits).config
+    assert (config.splits, config.combine_warps) == (splits, warps)
+    given = default_config(geometry)
+    plan = make_plan(geometry, specs, **options, splits=splits, config=given)
+    assert plan.config.combine_warps == given.combine_warps

@@ -51,6 +51,28 @@ def attend(arrays, **options):
     return sparse_decode_attention(**arrays, **options)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"jax_default_matmul_precision": "F16_F16_F16"},
+        {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"},
+    ],
+    ids=["precision", "promotion"],
+)
+def test_settings_of_the_program_do_not_matter(settings):
+    arrays = arrays_of()
+    expected = attend(arrays)
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        found = attend(arrays)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert_same_bits(found, expected)
+
+
 def without_nan(array):
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
