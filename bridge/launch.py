@@ -41,6 +41,14 @@ _FUNCTION_NUM_REGISTERS = 4
 _LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
+def device_index(device: torch.device | str | int | None) -> int:
+    """The index of a CUDA device, by default of the current one; ValueError for another kind."""
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda":
+        raise ValueError(f"device: expected a CUDA device, got {chosen}")
+    return torch.cuda.current_device() if chosen.index is None else chosen.index
+
+
 class DirectProgram:
     """A compiled program as a function of torch tensors.
 
@@ -159,9 +167,9 @@ class DirectProgram:
         Raises:
             NotImplementedError: The device cannot run the kernels.
             RuntimeError: The current stream is being captured.
+            ValueError: It is no CUDA device.
         """
-        index = torch.device("cuda" if device is None else device).index
-        index = torch.cuda.current_device() if index is None else index
+        index = device_index(device)
         if index not in self._plans:
             self._load(index)
 

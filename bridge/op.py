@@ -18,7 +18,7 @@ import torch
 
 from sparse_decode import contract, torch_arrays
 from sparse_decode.bridge import compile as compiling
-from sparse_decode.bridge.launch import DirectProgram
+from sparse_decode.bridge.launch import DirectProgram, device_index
 from sparse_decode.bridge.lowering import DEVICE_KINDS, Buffer
 from sparse_decode.contract import ARRAY_NAMES, ArraySpec, Geometry
 from sparse_decode.plan import Config, Plan, make_plan
@@ -205,13 +205,13 @@ def warmup(
     Raises:
         NotImplementedError: There is no NVIDIA GPU.
         RuntimeError: The current stream is being captured.
+        ValueError: `device` is no CUDA device.
 
     See `sparse_decode_attention` for what else is raised.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise NotImplementedError("device: expected an NVIDIA GPU, and none is visible")
-    index = torch.device("cuda" if device is None else device).index
-    index = torch.cuda.current_device() if index is None else index
+    index = device_index(device)
     described = [_describe(arguments, "direct", torch.device("cuda", index)) for arguments in calls]
     described = [call for call in described if call.rows]
     requests = [_request(call, ()) for call in described]

@@ -293,7 +293,8 @@ def _folded(again: Callable[..., Any], size: int, batched: dict, arrays: dict) -
 
     per_request = {name: fold(name) for name in _PER_REQUEST if name in arrays}
     results = again(**{**arrays, **per_request})
-    return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+    rows = arrays["query"].shape[-3]
+    return jax.tree.map(lambda x: x.reshape(size, rows, *x.shape[1:]), results)
 
 
 @usual_promotion

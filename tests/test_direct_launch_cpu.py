@@ -233,3 +233,8 @@ def test_only_code_for_the_device_is_loaded(monkeypatch, major, minor, arch, run
     else:
         with pytest.raises(NotImplementedError, match=f"compiled for sm_{arch}"):
             launch._check_device([code], 0)
+
+
+def test_a_device_that_is_no_gpu_is_refused():
+    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
+        DirectProgram(executable()).load("cpu")

@@ -180,6 +180,15 @@ def test_vmap_is_a_loop(names):
     assert not jnp.array_equal(results[0][1], results[1][1])
 
 
+def test_vmap_over_no_calls():
+    arrays = arrays_of()
+    names = PER_REQUEST
+    calls = {name: a[None][:0] if name in names else a for name, a in arrays.items()}
+    axes = {name: 0 if name in names else None for name in arrays}
+    output, lse = jax.vmap(attend, in_axes=(axes,))(calls)
+    assert (output.shape, lse.shape) == ((0, *arrays["query"].shape), (0, 4, 2))
+
+
 def test_vmap_over_requests_is_one_call_of_more_rows():
     arrays = arrays_of()
     calls = batch_of(arrays, ("query", "regions"))
