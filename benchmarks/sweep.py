@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -36,18 +35,17 @@ def candidates(setting: Setting, default: Config) -> list[Config]:
     """The default and what is tried around it, each once."""
     tokens = min(setting.slots * REGION_TOKENS, setting.context)
     most = min(MAX_SPLITS, -(-tokens // 16))
-
-    def splits(share: float) -> int:
-        return min(max(1, round(default.splits * share)), most)
-
     found = [default]
     for tile, warps, stages in SHAPES:
         shape = dataclasses.replace(default, tile=tile, warps=warps, stages=stages)
         found.append(shape)
         if warps != default.warps:
             share = default.warps / warps
-            found.append(dataclasses.replace(shape, splits=splits(share)))
-    found += [dataclasses.replace(default, splits=splits(share)) for share in SPLITS]
+            found.append(dataclasses.replace(shape, splits=tune.splits_near(default, share, most)))
+    found += [
+        dataclasses.replace(default, splits=tune.splits_near(default, share, most))
+        for share in SPLITS
+    ]
     found += [
         dataclasses.replace(default, combine_warps=warps, combine_width=width)
         for warps, width in COMBINES
@@ -62,8 +60,7 @@ def sweep(workload: bench.Workload, default: Config, replays: int) -> dict[str, 
     first = tune.time_configs(tried, workload, replays, failed)
     if default not in first:
         raise RuntimeError(f"{workload.setting.name}: the default fails: {failed.get(default)}")
-    finalists = [default, *sorted(first, key=lambda config: first[config].median)[:FINALISTS]]
-    finalists = [*dict.fromkeys(finalists)]
+    finalists = [*dict.fromkeys([default, *tune.best_first(first)[:FINALISTS]])]
     rounds = [tune.time_configs(finalists, workload, 2 * replays, failed) for _ in range(ROUNDS)]
     times = {
         config: statistics.median(times[config].median for times in rounds) for config in finalists
@@ -127,14 +124,13 @@ def main() -> int:
         "method": {"pool_bytes": pool_bytes, "replays": options.replays, "rounds": ROUNDS},
         "results": [],
     }
-    pool, cache = None, None
-    for setting in track(settings, "timing", console=console):
-        if setting.cache != cache:
-            pool = None
-            torch.cuda.empty_cache()
-            pool, cache = bench.random_pool(setting.cache, pool_bytes), setting.cache
-        workload = bench.Workload(setting, pool)
-        document["results"].append(sweep(workload, defaults[setting], options.replays))
+
+    def measure(workload: bench.Workload) -> dict[str, Any]:
+        return sweep(workload, defaults[workload.setting], options.replays)
+
+    results = bench_run.with_each_workload(settings, pool_bytes, measure)
+    for result in track(results, "timing", total=len(settings), console=console):
+        document["results"].append(result)
         if options.json:
             bench_report.write_json(options.json, document)
     console.print(table(document["results"]))

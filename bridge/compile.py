@@ -388,7 +388,7 @@ def _kernel_from(fields: dict[str, Any]) -> CompiledKernel:
 
 
 def _read(path: Path) -> Executable | None:
-    """The stored entry, or None where there is none or it is damaged."""
+    """The stored entry, or None where there is none, or none that can be used."""
     try:
         checksum, _, content = path.read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):

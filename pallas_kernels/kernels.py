@@ -37,14 +37,14 @@ LN_2 = math.log(2)
 COMBINE_WIDTH = 64
 
 
-def _assembly(code: str, x: jax.Array) -> jax.Array:
-    """What PTX makes of each 32-bit element: `$0` from `$1`, of the same dtype."""
+def _assembly(code: str, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """What PTX makes of each 32 bits of elements: `$0` from `$1`, in a dtype of the same size."""
     (result,) = plt.elementwise_inline_asm(
         code,
         args=[x],
         constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        pack=4 // x.dtype.itemsize,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)],
     )
     return result
 
@@ -139,14 +139,7 @@ def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
             f"prmt.b32 pair, $1, 0, {selector}; mov.b32 {{low, high}}, pair; "
             "cvt.rn.f16x2.e4m3x2 $0, low; }"
         )
-        (half,) = plt.elementwise_inline_asm(
-            asm,
-            args=[words],
-            constraints="=r,r",
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
-        )
-        decoded.append(half)
+        decoded.append(_assembly(asm, words, jnp.dtype("float16")))
     return decoded
 
 

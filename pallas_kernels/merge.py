@@ -79,7 +79,6 @@ def partial_attention(
     return output, lse
 
 
-@usual_promotion
 def attend_to_share(
     cache: jax.Array | PackedCache,
     arrays: dict[str, jax.Array | None],

@@ -10,11 +10,11 @@ import multiprocessing
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from sparse_decode.plan import Config
 
 HOST_CALLS = 50
 PAGES_TO_COMPILE = 64
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,16 +306,32 @@ def run(
         "results": [],
     }
     tools = gpu_tools(replays, inside_jax)
+
+    def measure(workload: Workload) -> dict[str, Any]:
+        says(workload.setting.name)
+        return measure_setting(workload, bandwidth, tools)
+
+    for result in with_each_workload(settings, pool_bytes, measure):
+        document["results"].append(result)
+        document["seconds"]["all"] = time.perf_counter() - began
+        yield document
+
+
+def with_each_workload(
+    settings: Iterable[Setting], pool_bytes: int, act: Callable[[Workload], T]
+) -> Iterator[T]:
+    """What `act` makes of the workload of each setting.
+
+    One pool is held at a time, and drawn anew where the dtype of the cache changes: `act` must not
+    keep the workload.
+    """
     pool, holds = torch.empty(0), None
     for setting in settings:
-        says(setting.name)
         if setting.cache != holds:
             del pool
             torch.cuda.empty_cache()
             pool, holds = random_pool(setting.cache, pool_bytes), setting.cache
-        document["results"].append(measure_setting(Workload(setting, pool), bandwidth, tools))
-        document["seconds"]["all"] = time.perf_counter() - began
-        yield document
+        yield act(Workload(setting, pool))
 
 
 def check_memory(pool_bytes: int) -> None:

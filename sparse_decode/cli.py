@@ -164,7 +164,8 @@ def _parity(options: argparse.Namespace) -> int:
     console.print(parity_table(results))
     if options.json:
         write_json(options.json, results)
-    failed, can_run = sum(not result.verdict.ok for result in results), bool(runnable())
+    failed = sum(not result.verdict.ok for result in results)
+    can_run = bool(runnable())
     if not can_run:
         console.print("[bold red]no path can run here[/]; see: python -m sparse_decode info")
     elif failed:
@@ -300,8 +301,10 @@ def _check_folder(flag: str, path: Path | None) -> None:
 def _check_method(options: argparse.Namespace) -> None:
     if options.replays < 1:
         raise ValueError(f"--replays: expected at least 1, got {options.replays}")
-    if not 0 < options.pool_gib < 2**20:
+    if not options.pool_gib > 0:
         raise ValueError(f"--pool-gib: expected more than 0, got {options.pool_gib}")
+    if not options.pool_gib < 2**20:
+        raise ValueError(f"--pool-gib: expected less than 2**20, got {options.pool_gib}")
 
 
 def _check_gpu(command: str) -> None:

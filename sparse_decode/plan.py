@@ -244,12 +244,10 @@ def make_plan(
         NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB, or what belongs to
             one page or row reaches over 2**31 elements or more.
     """
-    by_default = config is None
-    config = config or default_config(geometry)
+    given, config = config, config or default_config(geometry)
     if splits is not None:
-        config = replace(config, splits=int(splits))
-        if by_default:
-            config = replace(config, combine_warps=_combine_warps(config.splits))
+        warps = given.combine_warps if given else _combine_warps(int(splits))
+        config = replace(config, splits=int(splits), combine_warps=warps)
     output = specs.get("output") or ArraySpec(
         (geometry.rows, geometry.heads, HEAD_DIM), geometry.output_dtype
     )

@@ -182,13 +182,18 @@ class Sweep:
         return self.times[self.default].median / self.times[self.best].median - 1
 
 
+def splits_near(default: Config, share: float, most: int) -> int:
+    """A share of the default's splits, from 1 to `most`."""
+    return min(max(1, round(default.splits * share)), most)
+
+
 def candidates(default: Config, slots: int) -> list[Config]:
     """The settings that are tried first: shapes of a program, and splits around the default's."""
     found = {default: None}
     for tile, warps, stages in SHAPES:
         most = min(MAX_SPLITS, -(-slots * REGION_TOKENS // tile))
         for share in SPLITS:
-            splits = min(max(1, round(default.splits * share)), most)
+            splits = splits_near(default, share, most)
             config = dataclasses.replace(
                 default, splits=splits, tile=tile, warps=warps, stages=stages
             )
@@ -225,12 +230,13 @@ def search(
     """
     times = time(candidates(default, slots))
     for vary in (with_stages, with_combines):
-        near = [varied for config in _best_first(times)[:3] for varied in vary(config)]
+        near = [varied for config in best_first(times)[:3] for varied in vary(config)]
         times |= time([config for config in dict.fromkeys(near) if config not in times])
-    return {config: times[config] for config in _best_first(times)}
+    return {config: times[config] for config in best_first(times)}
 
 
-def _best_first(times: dict[Config, Time]) -> list[Config]:
+def best_first(times: dict[Config, Time]) -> list[Config]:
+    """The settings in the order of their times."""
     return sorted(times, key=lambda config: times[config].median)
 
 

@@ -5,6 +5,7 @@ the driver alone. ``CUDA_VISIBLE_DEVICES=`` hides a GPU; ``SPARSE_DECODE_GPU_TES
 so that a run meant for the GPU cannot pass by skipping everything.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -83,3 +84,22 @@ def settled():
     torch.cuda.synchronize()
     assert dlpack.flush(30)
     gc.collect()
+
+
+@pytest.fixture
+def jax_settings():
+    """A context manager under which JAX's settings are as given by name."""
+    jax = pytest.importorskip("jax")
+
+    @contextlib.contextmanager
+    def under(settings):
+        before = {name: getattr(jax.config, name) for name in settings}
+        try:
+            for name, value in settings.items():
+                jax.config.update(name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+
+    return under

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -767,6 +768,25 @@ def test_the_names_that_the_core_has():
 
 
 # --- natively
+
+
+def test_one_pool_at_a_time_for_all_workloads(monkeypatch):
+    pytest.importorskip("jax")
+    from sparse_decode import bench_run
+
+    pools = []
+
+    def draw(cache, size):
+        assert all(pool() is None for pool in pools)
+        pool = bench.random_pool(cache, size, "cpu")
+        pools.append(weakref.ref(pool))
+        return pool
+
+    monkeypatch.setattr(bench_run, "random_pool", draw)
+    settings = settings_of(["smoke", "smoke"]) * 2
+    names = list(bench_run.with_each_workload(settings, 1 << 22, lambda w: w.setting.name))
+    assert names == [setting.name for setting in settings]
+    assert len(pools) == len(settings) == 4
 
 
 @pytest.mark.gpu

@@ -324,19 +324,12 @@ def request(arch=90, key="copy", **options):
     ],
     ids=["precision", "promotion"],
 )
-def test_settings_of_the_program_do_not_matter(settings):
-    jax = pytest.importorskip("jax")
+def test_settings_of_the_program_do_not_matter(settings, jax_settings):
     function, specs = FUNCTIONS["product"]
     product = functools.partial(lower, function, *specs, arch=90)
     expected = product()
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
+    with jax_settings(settings):
         assert product() == expected
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 @pytest.fixture

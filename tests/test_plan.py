@@ -36,12 +36,8 @@ def test_groups_further_apart_are_refused(cache, group_stride):
         plan(group_stride, cache)
 
 
-@pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 256, 600])
-@pytest.mark.parametrize("slots", [1, 7, 9, 24, 25, 64, 513, 1025])
-def test_default_settings_are_those_of_the_table(cache, rows, slots):
-    """The table of `docs/performance.md`."""
-    fp8 = cache == "float8_e4m3fn"
+def specs_of(rows, slots, cache):
+    """A call of one group and 8 heads whose requests have room for 65536 tokens."""
     specs = {
         "query": ArraySpec((rows, 8, 192), "bfloat16"),
         "cache": ArraySpec((4096, 1, 64, 384), cache),
@@ -50,8 +46,18 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
         "positions": ArraySpec((rows,), "int32"),
         "active": ArraySpec((rows,), "bool"),
     }
-    if fp8:
+    if cache == "float8_e4m3fn":
         specs |= {name: ArraySpec((), "float32") for name in ("k_scale", "v_scale")}
+    return specs
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 256, 600])
+@pytest.mark.parametrize("slots", [1, 7, 9, 24, 25, 64, 513, 1025])
+def test_default_settings_are_those_of_the_table(cache, rows, slots):
+    """The table of `docs/performance.md`."""
+    fp8 = cache == "float8_e4m3fn"
+    specs = specs_of(rows, slots, cache)
     config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
     found = config.tile, config.warps, config.stages
     tokens = slots * 8
@@ -68,14 +74,7 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
 
 @pytest.mark.parametrize(("splits", "warps"), [(64, 1), (128, 2), (256, 4)])
 def test_other_splits_have_warps_that_hold_them(splits, warps):
-    specs = {
-        "query": ArraySpec((64, 8, 192), "bfloat16"),
-        "cache": ArraySpec((4096, 1, 64, 384), "bfloat16"),
-        "regions": ArraySpec((64, 513), "int32"),
-        "block_table": ArraySpec((64, 1024), "int32"),
-        "positions": ArraySpec((64,), "int32"),
-        "active": ArraySpec((64,), "bool"),
-    }
+    specs = specs_of(64, 513, "bfloat16")
     options = {"scale": 1.0, "clear_inactive": True}
     geometry = check_call(**specs, **options, splits=splits)
     config = make_plan(geometry, specs, **options, splits=splits).config

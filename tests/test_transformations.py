@@ -59,17 +59,11 @@ def attend(arrays, **options):
     ],
     ids=["precision", "promotion"],
 )
-def test_settings_of_the_program_do_not_matter(settings):
+def test_settings_of_the_program_do_not_matter(settings, jax_settings):
     arrays = arrays_of()
     expected = attend(arrays)
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
+    with jax_settings(settings):
         found = attend(arrays)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
     assert_same_bits(found, expected)
 
 
