@@ -767,9 +767,6 @@ def test_the_names_that_the_core_has():
     assert math.isclose(bench.SCALE, 192**-0.5)
 
 
-# --- natively
-
-
 def test_one_pool_at_a_time_for_all_workloads(monkeypatch):
     pytest.importorskip("jax")
     from sparse_decode import bench_run
@@ -787,6 +784,9 @@ def test_one_pool_at_a_time_for_all_workloads(monkeypatch):
     names = list(bench_run.with_each_workload(settings, 1 << 22, lambda w: w.setting.name))
     assert names == [setting.name for setting in settings]
     assert len(pools) == len(settings) == 4
+
+
+# --- natively
 
 
 @pytest.mark.gpu
