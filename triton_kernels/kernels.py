@@ -23,9 +23,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparse_decode import contract
 
-# Four stages let the loads of a tile's indices run ahead of those of its lines. Fusion is what
-# Triton has always done; from 3.9 on it wants to be asked for.
-OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
+# Fusion is what Triton has always done; from 3.9 on it wants to be asked for. Four stages let the
+# loads of a tile's indices run ahead of those of its lines.
+OPTIONS = {"enable_fp_fusion": True}
+SPLIT_OPTIONS = {**OPTIONS, "num_warps": 4, "num_stages": 4}
+
+
+def combine_options(splits_padded: int) -> dict[str, object]:
+    """Options of `_combine`: as few warps as hold the partials of so many splits in registers."""
+    # Without a bound, the compiler for architecture 80 keeps a warp to 128 registers, and spills.
+    return {**OPTIONS, "num_warps": max(1, splits_padded // 32), "maxnreg": 160}
+
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 HEAD_DIM = tl.constexpr(contract.HEAD_DIM)
@@ -79,6 +87,15 @@ def _within(x, limit):
         return x.to(tl.uint64, bitcast=True) < limit.to(tl.uint64)
     else:
         return x.to(tl.uint32, bitcast=True) < limit.to(tl.uint32)
+
+
+@triton.jit
+def _carry(attended):
+    """The mask itself, by way of shared memory to where the logits are.
+
+    Without this, Triton computes it anew there, and loads regions and table a second time.
+    """
+    return tl.gather(attended.to(tl.int32), tl.arange(0, TILE_TOKENS), 0) != 0
 
 
 @triton.jit
@@ -264,7 +281,7 @@ def _split(
         logits = _dot(query0, _load_lines(key_ptrs, attended, OPERAND).trans(), logits)
         logits = _dot(query1, _load_lines(key_ptrs + PIECE, attended, OPERAND).trans(), logits)
         logits = _dot(query2, _load_lines(key_ptrs + 2 * PIECE, attended, OPERAND).trans(), logits)
-        logits = tl.where(attended[None, :], logits * logit_scale, float("-inf"))
+        logits = tl.where(_carry(attended)[None, :], logits * logit_scale, float("-inf"))
 
         new_largest = tl.maximum(largest, tl.max(logits, 1))
         pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest)

@@ -214,7 +214,6 @@ def _launch(
         "GATED": gate is not None,
         "CLEAR_INACTIVE": clear_inactive,
         "PDL": pdl,
-        **kernels.OPTIONS,
         **({"launch_pdl": True} if pdl else {}),
     }
     split = {
@@ -233,6 +232,13 @@ def _launch(
         "PAGE_SIZE": geometry.page_size,
         "FP8": geometry.fp8,
         **both,
+        **kernels.SPLIT_OPTIONS,
+    }
+    splits_padded = triton.next_power_of_2(int(splits))
+    combine = {
+        "SPLITS_PADDED": splits_padded,
+        **both,
+        **kernels.combine_options(splits_padded),
     }
     return _Launch(
         rows=geometry.rows,
@@ -242,7 +248,7 @@ def _launch(
         uint8=cache[2] == torch.uint8,
         partial_shape=(geometry.rows, int(splits), geometry.heads, contract.HEAD_DIM),
         split=split,
-        combine={**both, "SPLITS_PADDED": triton.next_power_of_2(int(splits))},
+        combine=combine,
     )
 
 
