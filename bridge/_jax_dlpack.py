@@ -139,6 +139,19 @@ def export_array(array: jax.Array, stream: int | None) -> Any:
     return _export_array(array.addressable_data(0), stream)
 
 
+def make_wait(stream: int, array: jax.Array) -> None:
+    """Makes a stream wait until an array on a single device has been computed.
+
+    Args:
+        stream: Handle of the stream.
+        array: The array, which nobody deletes meanwhile.
+    """
+    if _export_array is None:
+        array.__dlpack__(stream=stream)  # pyright: ignore[reportCallIssue]
+    else:
+        _export_array(array, stream)
+
+
 class _Carrier:
     """A capsule in the form that the public import asks for."""
 

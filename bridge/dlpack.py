@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
+import operator
 import queue
 import threading
 import time
@@ -44,6 +46,7 @@ from jax.core import Tracer
 
 from sparse_decode.bridge import _jax_dlpack
 from sparse_decode.bridge._jax_dlpack import DLManagedTensor, DLTensor
+from sparse_decode.bridge.launch import current_stream
 
 # Bytes that XLA wants an address to be a multiple of. It reports a violation late, or copies.
 XLA_ALIGNMENT = {"cpu": 64, "cuda": 16}
@@ -112,7 +115,7 @@ def to_jax(
             dtype, strides, alignment, device, gradient, conjugate or negative bit, sparse or
             quantized storage, a subclass without memory of its own, a graph capture in progress.
     """
-    _check_tensor(tensor)
+    check_tensor(tensor)
     _refuse_capture(tensor.device)
     source = _words(tensor) if int64_as_int32 and tensor.dtype is torch.int64 else tensor
     dtype = _jax_dtype(source)
@@ -121,7 +124,7 @@ def to_jax(
         return jax.device_put(np.empty(source.shape, dtype), device)
     source = _regular(source)
     _check_address(source.data_ptr(), source.device, for_kernels)
-    [array] = _jax_dlpack.import_capsules([_export(source)], device, _order(source.device))
+    [array] = _jax_dlpack.import_capsules([_export(source)], device, _fence(source.device))
     return _same_address(array, source.data_ptr(), array.unsafe_buffer_pointer())
 
 
@@ -192,7 +195,7 @@ def packed_view(
             page at an address that XLA takes, or the view does not consist of whole `dtype`
             elements.
     """
-    _check_tensor(tensor)
+    check_tensor(tensor)
     dtype = dtype or tensor.dtype
     unit = dtype.itemsize
     if not tensor.numel():
@@ -259,8 +262,9 @@ class ImportCache:
     def __init__(self, max_entries: int = 256, *, int64_as_int32: bool = False) -> None:
         self._max_entries = max_entries
         self._int64_as_int32 = int64_as_int32
-        self._plans: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
-        self._arrays: OrderedDict[tuple[Any, ...], jax.Array] = OrderedDict()
+        self._layouts: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
+        self._arrays: OrderedDict[tuple[Layout, int], jax.Array] = OrderedDict()
+        self._fences: dict[torch.device, _Fence | None] = {}
         self._lock = threading.Lock()
         # Every array that is lent will call the deleter in here, also after this object has gone.
         self._slot = DLManagedTensor(deleter=_jax_dlpack.NO_DELETER)
@@ -286,33 +290,70 @@ class ImportCache:
         """
         if not fresh:
             fresh, kept = kept, ()
-        if not fresh:
+        tensors = (*fresh, *kept)
+        if not tensors:
             return []
-        keys = [_key(tensor) for tensor in (*fresh, *kept)]
-        place = fresh[0].device
-        if any(tensor.device != place for tensor in (*fresh, *kept)):
+        layouts = self.layouts(tensors)
+        _refuse_capture(layouts[0].place)
+        return self.lend(layouts, [_address(tensor) for tensor in tensors], len(fresh))
+
+    def layouts(self, tensors: Sequence[torch.Tensor]) -> tuple[Layout, ...]:
+        """How tensors of one device are lent: all that `borrow` asks about them but the address.
+
+        Args:
+            tensors: The tensors; each layout also holds for others of the same type, shape,
+                strides, dtype and device, unless a gradient or a negation is pending.
+
+        Raises:
+            TypeError, ZeroCopyError: As for `borrow`.
+        """
+        keys = [_key(tensor) for tensor in tensors]
+        if any(tensor.device != tensors[0].device for tensor in tensors):
             raise ZeroCopyError("the tensors lie on several devices; bring them to one")
-        _refuse_capture(place)
-        count = len(fresh)
         with self._lock:
-            plans = [
-                self._plans.get(key) or self._new_plan(key, tensor)
-                for key, tensor in zip(keys, (*fresh, *kept), strict=True)
-            ]
-            arrays = _lend(self._slot, plans[:count], fresh, _order(place))
-            known = zip(keys[count:], plans[count:], kept, strict=True)
-            return arrays + [self._keep((_address(it), *key), plan, it) for key, plan, it in known]
+            return tuple(map(self._layout, keys, tensors))
 
-    def _new_plan(self, key: tuple[Any, ...], tensor: torch.Tensor) -> _Plan:
-        plan = self._plans[key] = _Plan.of(tensor, self._int64_as_int32)
-        if len(self._plans) > self._max_entries:
-            self._plans.popitem(last=False)
-        return plan
+    def lend(
+        self, layouts: Sequence[Layout], addresses: Sequence[int], fresh: int
+    ) -> list[jax.Array]:
+        """What `borrow` returns, for tensors that are known by layout and address.
 
-    def _keep(self, key: tuple[Any, ...], plan: _Plan, tensor: torch.Tensor) -> jax.Array:
+        Not during a graph capture, which only `borrow` refuses.
+
+        Args:
+            layouts: From `layouts`, at least one.
+            addresses: Where the tensors lie.
+            fresh: How many of them, from the first on, are imported for this call.
+
+        Raises:
+            ZeroCopyError: XLA does not take an address.
+        """
+        place = layouts[0].place
+        common = functools.reduce(operator.or_, addresses)
+        if common % XLA_ALIGNMENT[place.type] or not all(addresses):
+            for layout, address in zip(layouts, addresses, strict=True):
+                if layout.empty is None:
+                    _check_address(address, place)
+        with self._lock:
+            if place not in self._fences:
+                self._fences[place] = _fence(place)
+            arrays = _lend(self._slot, layouts[:fresh], addresses[:fresh], self._fences[place])
+            arrays += map(self._keep, layouts[fresh:], addresses[fresh:])
+            return arrays
+
+    def _layout(self, key: tuple[Any, ...], tensor: torch.Tensor) -> Layout:
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout.of(tensor, self._int64_as_int32)
+            if len(self._layouts) > self._max_entries:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def _keep(self, layout: Layout, address: int) -> jax.Array:
+        key = (layout, address)
         array = self._arrays.get(key)
         if array is None or array.is_deleted():
-            [array] = _lend(self._slot, [plan], [tensor], None)
+            [array] = _lend(self._slot, [layout], [address], None)
             self._arrays[key] = array
             if len(self._arrays) > self._max_entries:
                 self._arrays.popitem(last=False)
@@ -321,19 +362,30 @@ class ImportCache:
         return array
 
 
-def settle(array: jax.Array) -> None:
+def settle(array: jax.Array, device: torch.device | None = None) -> None:
     """Makes torch's current stream wait for an array; on a CPU, the caller waits.
 
     Args:
         array: A result of the work that must come first, on one device.
+        device: Torch's name for that device; None finds it out, which takes longer.
     """
-    _ordered_export(array, _torch_device(array))
+    device = device or _torch_device(array)
+    if device.type == "cpu":
+        array.block_until_ready()
+    else:
+        _jax_dlpack.make_wait(_stream(device), array)
 
 
 # What may be handed over.
 
 
-def _check_tensor(tensor: torch.Tensor) -> None:
+def check_tensor(tensor: torch.Tensor) -> None:
+    """Refuses what is no tensor, or does not stand for its memory alone.
+
+    Raises:
+        TypeError: `tensor` is no torch tensor.
+        ZeroCopyError: It has no plain memory that JAX could use, or more to it than memory says.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     kind = type(tensor)
@@ -374,9 +426,14 @@ def _address(tensor: torch.Tensor) -> int:
         raise ZeroCopyError(
             "the tensor has no memory, as under torch.func transforms; call the bridge outside them"
         ) from error
-    if not address and tensor.numel():
-        raise ZeroCopyError("the tensor has a size but no memory; its storage was freed or is fake")
+    if tensor.numel():
+        _refuse_null(address)
     return address
+
+
+def _refuse_null(address: int) -> None:
+    if not address:
+        raise ZeroCopyError("the tensor has a size but no memory; its storage was freed or is fake")
 
 
 def _jax_dtype(tensor: torch.Tensor) -> np.dtype:
@@ -402,6 +459,7 @@ def _jax_device(tensor: torch.Tensor) -> Any:
 
 
 def _check_address(address: int, device: torch.device, kernels: bool = False) -> None:
+    _refuse_null(address)
     alignment, needed_by = XLA_ALIGNMENT[device.type], "XLA needs"
     if kernels and device.type == "cuda":
         alignment, needed_by = PALLAS_TRITON_ALIGNMENT, "kernels from Pallas through Triton need"
@@ -571,24 +629,42 @@ def _export(tensor: torch.Tensor) -> Any:
     return capsule
 
 
-def _order(device: torch.device) -> Callable[[int], None] | None:
-    """Makes a stream wait for torch's current one."""
-    if device.type == "cpu":
-        return None
-    current = torch.cuda.current_stream(device)
+class _Fence:
+    """Makes streams of a CUDA device wait for torch's current one."""
 
-    def order(stream: int) -> None:
-        torch.cuda.ExternalStream(stream, device=device).wait_stream(current)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
-    return order
+    def __call__(self, stream: int) -> None:
+        # A stream waits for what the event stood for when it was told to.
+        self._event.record(torch.cuda.current_stream(self._device))
+        self._stream(stream).wait_event(self._event)
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        """Torch's object for one of JAX's few streams."""
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = torch.cuda.ExternalStream(handle, device=self._device)
+            self._streams[handle] = stream
+        return stream
+
+
+def _fence(device: torch.device) -> _Fence | None:
+    return None if device.type == "cpu" else _Fence(device)
+
+
+def _stream(device: torch.device) -> int:
+    """Torch's current stream, as DLPack names it."""
+    return current_stream(device.index) or _jax_dlpack.LEGACY_STREAM
 
 
 def _ordered_export(array: jax.Array, device: torch.device) -> Any:
     """A capsule of the array, for use on torch's current stream."""
     if device.type == "cpu":
         return _jax_dlpack.export_array(array.block_until_ready(), None)
-    current = torch.cuda.current_stream(device).cuda_stream
-    return _jax_dlpack.export_array(array, current or _jax_dlpack.LEGACY_STREAM)
+    return _jax_dlpack.export_array(array, _stream(device))
 
 
 def _same_address(result: Any, given: int, received: int) -> Any:
@@ -604,16 +680,16 @@ def _same_address(result: Any, given: int, received: int) -> Any:
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that `_Plan.of` depends on. Nothing with a bit set that it refuses is ever stored."""
+    """All that `Layout.of` depends on. Nothing with a bit set that it refuses is ever stored."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     bits = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How tensors of one layout are lent.
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How tensors of one type, shape, dtype and place in memory's order are lent.
 
     Attributes:
         tensor: A description to copy, complete but for the address.
@@ -630,12 +706,13 @@ class _Plan:
     empty: jax.Array | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, int64_as_int32: bool) -> _Plan:
+    def of(cls, tensor: torch.Tensor, int64_as_int32: bool) -> Layout:
+        """The layout of a tensor; see `ImportCache.layouts`."""
         place = tensor.device
         if not tensor.numel():
             empty = to_jax(tensor, int64_as_int32=int64_as_int32)
             return cls(DLTensor(), (None, None), place, _jax_device(tensor), empty)
-        _check_tensor(tensor)
+        check_tensor(tensor)
         source = _words(tensor) if int64_as_int32 and tensor.dtype is torch.int64 else tensor
         _jax_dtype(source)
         source = _regular(source)
@@ -651,26 +728,24 @@ class _Plan:
 
 def _lend(
     slot: DLManagedTensor,
-    plans: Sequence[_Plan],
-    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[Layout],
+    addresses: Sequence[int],
     order: Callable[[int], None] | None,
 ) -> list[jax.Array]:
     """Arrays over tensors, each described in `slot` for as long as its import takes."""
-    addresses = [_address(tensor) for tensor in tensors]
-    for address, plan in zip(addresses, plans, strict=True):
-        _check_address(address, plan.place)
-    full = [(plan, at) for plan, at in zip(plans, addresses, strict=True) if plan.empty is None]
+    full = [pair for pair in zip(layouts, addresses, strict=True) if pair[0].empty is None]
 
     def capsules() -> Iterator[Any]:
-        for plan, address in full:
-            slot.tensor = plan.tensor
+        for layout, address in full:
+            slot.tensor = layout.tensor
             slot.tensor.data = address
             yield _jax_dlpack.new_capsule(slot)
 
-    arrays = iter(_jax_dlpack.import_capsules(capsules(), plans[0].device, order) if full else ())
+    device = layouts[0].device
+    arrays = iter(_jax_dlpack.import_capsules(capsules(), device, order) if full else ())
     lent = []
-    for plan, address in zip(plans, addresses, strict=True):
-        array = plan.empty
+    for layout, address in zip(layouts, addresses, strict=True):
+        array = layout.empty
         if array is None:
             array = next(arrays)
             _same_address(array, address, array.unsafe_buffer_pointer())

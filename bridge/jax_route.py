@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,9 @@ from sparse_decode.bridge.dlpack import (
     PALLAS_TRITON_ALIGNMENT,
     XLA_ALIGNMENT,
     ImportCache,
+    Layout,
     ZeroCopyError,
+    check_tensor,
     packed_view,
     settle,
     to_jax,
@@ -51,21 +54,39 @@ class _Input:
     lines: tuple[int, int] | None
     dtype: torch.dtype | None
 
+    def view(self, tensor: torch.Tensor, way_out: str) -> torch.Tensor:
+        """The tensor's memory as it is lent."""
+        tensor = tensor.detach()
+        if self.lines is not None:
+            try:
+                tensor = tensor.as_strided(self.lines, (self.lines[1], 1))
+            except RuntimeError as error:
+                raise ZeroCopyError(
+                    f"{self.name}: its last line ends past its storage, so that JAX cannot take it "
+                    f"as whole lines of {self.lines[1]} elements; {way_out}"
+                ) from error
+        return tensor if self.dtype is None else tensor.view(self.dtype)
+
 
 @dataclass(frozen=True)
 class _Program:
-    """The jitted kernels for calls of one kind and one layout of the cache.
+    """The compiled kernels for calls of one kind and one layout of the cache.
 
     Attributes:
-        inputs: The buffers in the function's order: first `output`, which is donated.
-        function: Takes them, and last an offset where the cache is inside larger pages.
+        function: Takes the buffers, first `output`, which is donated; and last an offset where the
+            cache is inside larger pages.
+        pick: Takes what belongs to the buffers, in this order, from what is in that of the call.
+        layouts: How the buffers are lent.
+        strided: Place in the call and input of each tensor that is not dense.
     """
 
-    inputs: tuple[_Input, ...]
     function: Callable[..., jax.Array]
+    pick: Callable[[Sequence[int]], tuple[int, ...]]
+    layouts: tuple[Layout, ...]
+    strided: tuple[tuple[int, _Input], ...]
 
 
-def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
+def run(call: _Call, tensors: Sequence[torch.Tensor]) -> None:
     """Runs a checked call in JAX and writes its result into `output`.
 
     On a GPU the result is written in place, by donation; on the CPU JAX cannot do that, and the
@@ -73,7 +94,7 @@ def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
 
     Args:
         call: The call, with at least one row.
-        tensors: Its tensors by name.
+        tensors: Its tensors, in the order of `call.names`.
 
     Raises:
         ZeroCopyError: JAX cannot take a tensor as it is: the message says which and why.
@@ -84,26 +105,53 @@ def run(call: _Call, tensors: Mapping[str, torch.Tensor | None]) -> None:
         raise RuntimeError(
             'route: "dlpack" runs in JAX, which a CUDA graph cannot capture; use route="direct"'
         )
-    tensors, offset, unit, shape = dict(tensors), 0, 0, None
-    cache = tensors["cache"]
-    if not cache.is_contiguous():
-        tensors["cache"], offset = _pages(cache, call.plan.geometry.fp8)
-        unit, shape = math.gcd(offset, 16), tensors["cache"].shape
+    offset, unit, shape = 0, 0, None
+    at = call.names.index("cache")
+    if not tensors[at].is_contiguous():
+        pages, offset = _pages(tensors[at], call.plan.geometry.fp8)
+        tensors = (*tensors[:at], pages, *tensors[at + 1 :])
+        unit, shape = math.gcd(offset, 16), pages.shape
+    addresses = _addresses(call, tensors)
     program = call.jitted.get((unit, shape))
     if program is None:
         program = call.jitted.setdefault((unit, shape), _program(call, tensors, unit))
-    output, *others = [_view(it, tensors[it.name], on_cpu) for it in program.inputs]
+    for place, it in program.strided:
+        # Whether its storage holds all of its last line is not known from the layout.
+        it.view(tensors[place], _way_out(call))
     # Imports own nothing, so that all are kept but the one that is donated; it carries the fence.
-    arrays = _IMPORTS.borrow([output], others)
+    arrays = _IMPORTS.lend(program.layouts, program.pick(addresses), 1)
     if unit:
         arrays.append(_offset(offset, call.device))
     result = program.function(*arrays)
-    settle(result)
+    output = tensors[call.names.index("output")]
+    settle(result, output.device)
     if on_cpu:
-        written = tensors["output"]
-        written.copy_(to_torch(result).as_strided(written.shape, written.stride()))
+        output.copy_(to_torch(result).as_strided(output.shape, output.stride()))
     elif result.unsafe_buffer_pointer() != output.data_ptr():
         raise RuntimeError("output: JAX did not write the result in place")
+
+
+def _addresses(call: _Call, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where the tensors lie; refuses what is more than memory, or not aligned for the kernels."""
+    alignment = XLA_ALIGNMENT["cpu"] if call.device < 0 else PALLAS_TRITON_ALIGNMENT
+    addresses = []
+    for name, tensor in zip(call.names, tensors, strict=True):
+        if type(tensor) is not torch.Tensor or tensor.is_neg():
+            try:
+                check_tensor(tensor.detach())
+            except ZeroCopyError as error:
+                raise ZeroCopyError(f"{name}: {error}") from None
+        addresses.append(tensor.data_ptr())
+        if addresses[-1] % alignment:
+            raise ZeroCopyError(
+                f"{name}: expected an address that is a multiple of {alignment} bytes, got "
+                f"{addresses[-1]:#x}; {_way_out(call)}"
+            )
+    return addresses
+
+
+def _way_out(call: _Call) -> str:
+    return "use a copy" if call.device < 0 else 'use route="direct", or a copy'
 
 
 def _is_capturing(device: int) -> bool:
@@ -121,11 +169,11 @@ def _pages(cache: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, int]:
         raise ZeroCopyError(f"cache: {error}") from None
 
 
-def _program(call: _Call, tensors: Mapping[str, torch.Tensor | None], unit: int) -> _Program:
+def _program(call: _Call, tensors: Sequence[torch.Tensor], unit: int) -> _Program:
     """The program of a call; with a `unit`, for a cache inside storage as it is given here."""
     plan = call.plan
     if unit:
-        page = tensors["cache"].shape[1]
+        page = tensors[call.names.index("cache")].shape[1]
         cache = call.specs["cache"]
         plan = make_plan(
             plan.geometry,
@@ -146,11 +194,19 @@ def _program(call: _Call, tensors: Mapping[str, torch.Tensor | None], unit: int)
         buffers = {name: it.reshape(shapes[name]) for name, it in zip(names, arrays, strict=False)}
         if unit:
             buffers["offset"] = arrays[-1]
-        return attend(plan, buffers)["output"]
+        return attend(plan, buffers)["output"].reshape(arrays[0].shape)
 
+    places = [call.names.index(name) for name in names]
+    inputs = [_input(plan, call.names[place], tensors[place]) for place in places]
+    lent = [it.view(tensors[at], _way_out(call)) for at, it in zip(places, inputs, strict=True)]
+    strided = [pair for pair in zip(places, inputs, strict=True) if pair[1].lines]
     donated = () if plan.interpret else (0,)
-    inputs = tuple(_input(plan, name, tensors[name]) for name in names)
-    return _Program(inputs, jax.jit(sparse_decode_attention, donate_argnums=donated))
+    return _Program(
+        function=jax.jit(sparse_decode_attention, donate_argnums=donated),
+        pick=operator.itemgetter(*places),
+        layouts=_IMPORTS.layouts(lent),
+        strided=tuple(strided),
+    )
 
 
 def _refuse_reaching_lines(specs: Mapping[str, ArraySpec]) -> None:
@@ -170,34 +226,12 @@ def _refuse_reaching_lines(specs: Mapping[str, ArraySpec]) -> None:
 def _input(plan: Plan, name: str, tensor: torch.Tensor) -> _Input:
     dtype_name, shape = plan.buffer(name)
     lines = None
-    if name == "output" or not tensor.is_contiguous():
+    if not tensor.is_contiguous():
         # int64 indices are planned as pairs of int32, and stay int64 in torch.
         words = 2 if tensor.dtype is torch.int64 else 1
         lines = (shape[0], shape[1] // words)
     dtype = getattr(torch, dtype_name)
     return _Input(name, lines, None if tensor.dtype in (dtype, torch.int64) else dtype)
-
-
-def _view(it: _Input, tensor: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """The tensor's memory as it is lent."""
-    alignment = XLA_ALIGNMENT["cpu"] if on_cpu else PALLAS_TRITON_ALIGNMENT
-    way_out = "use a copy" if on_cpu else 'use route="direct", or a copy'
-    if tensor.data_ptr() % alignment:
-        raise ZeroCopyError(
-            f"{it.name}: expected an address that is a multiple of {alignment} bytes, got "
-            f"{tensor.data_ptr():#x}; {way_out}"
-        )
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if it.lines is not None:
-        try:
-            tensor = tensor.as_strided(it.lines, (it.lines[1], 1))
-        except RuntimeError as error:
-            raise ZeroCopyError(
-                f"{it.name}: its last line ends past its storage, so that JAX cannot take it as "
-                f"whole lines of {it.lines[1]} elements; {way_out}"
-            ) from error
-    return tensor if it.dtype is None else tensor.view(it.dtype)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -310,7 +310,7 @@ class _Plan:
             scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
             base = scratch.data_ptr()
             addresses += [base + offset for offset in self._offsets]
-        stream = _current_stream(self._index)
+        stream = current_stream(self._index)
         launch = self._driver.launch
         with self._lock:
             self._pack(self._table, 0, *addresses)
@@ -336,7 +336,7 @@ def _padded(buffer: Buffer) -> int:
     return -(-buffer.nbytes // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
 
 
-def _current_stream(index: int) -> int:
+def current_stream(index: int) -> int:
     """Handle of the current stream, without the cost of a ``torch.cuda.Stream``."""
     return torch._C._cuda_getCurrentRawStream(index)
 

@@ -128,7 +128,7 @@ def _attend(tensors: _Tensors, *options: Any) -> None:
     if call.dlpack:
         from sparse_decode.bridge.jax_route import run
 
-        run(call, dict(zip(ARRAY_NAMES, tensors, strict=True)))
+        run(call, used)
         return
     addresses = [*map(_ADDRESS, used)]
     program = call.programs.get(())

@@ -831,7 +831,7 @@ def test_kept_imports_are_bounded() -> None:
     for tensor in tensors:
         same(cache.borrow([tensor], [tensor])[1], tensor)
     assert len(cache._arrays) == 4
-    assert len(cache._plans) == 4
+    assert len(cache._layouts) == 4
 
 
 def test_known_layouts_do_not_admit_what_is_refused() -> None:
@@ -845,6 +845,22 @@ def test_known_layouts_do_not_admit_what_is_refused() -> None:
         for arguments in [([refused],), ([aligned(16)], [refused])]:
             with pytest.raises(ZeroCopyError, match=message):
                 cache.borrow(*arguments)
+
+
+def test_lent_by_layout_and_address() -> None:
+    cache = ImportCache(int64_as_int32=True)
+    layouts = cache.layouts([aligned(16), aligned(8, torch.int64), torch.zeros(0, 3)])
+    for _ in range(2):
+        fresh, kept = aligned(16).fill_(3), aligned(8, torch.int64).fill_(-2)
+        arrays = cache.lend(layouts, [fresh.data_ptr(), kept.data_ptr(), 0], 1)
+        same(arrays[0], fresh)
+        assert arrays[1].unsafe_buffer_pointer() == kept.data_ptr()
+        np.testing.assert_array_equal(arrays[1], [-2, -1] * 8)
+        assert arrays[2].shape == (0, 3)
+    for address, message in [(fresh.data_ptr() + 16, "multiple of 64"), (0, "no memory")]:
+        for fresh_count in (1, 2):
+            with pytest.raises(ZeroCopyError, match=message):
+                cache.lend(layouts[:2], [fresh.data_ptr(), address], fresh_count)
 
 
 def test_borrowed_int64_and_empty() -> None:

@@ -79,14 +79,14 @@ def plans(monkeypatch):
 def lent(monkeypatch):
     """What JAX got, call by call: (address, shape, dtype) of each array."""
     calls = []
-    real = jax_route._IMPORTS.borrow
+    real = jax_route._IMPORTS.lend
 
     def spy(*args):
         arrays = real(*args)
         calls.append([(a.unsafe_buffer_pointer(), a.shape, a.dtype.name) for a in arrays])
         return arrays
 
-    monkeypatch.setattr(jax_route._IMPORTS, "borrow", spy)
+    monkeypatch.setattr(jax_route._IMPORTS, "lend", spy)
     return calls
 
 

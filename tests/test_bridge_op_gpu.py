@@ -114,14 +114,14 @@ def test_captures_are_there() -> None:
 def lent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Addresses of the arrays that JAX got, call by call; the first is the output's."""
     seen = []
-    real = jax_route._IMPORTS.borrow
+    real = jax_route._IMPORTS.lend
 
     def spy(*args):
         arrays = real(*args)
         seen.append([array.unsafe_buffer_pointer() for array in arrays])
         return arrays
 
-    monkeypatch.setattr(jax_route._IMPORTS, "borrow", spy)
+    monkeypatch.setattr(jax_route._IMPORTS, "lend", spy)
     return seen
 
 
@@ -131,9 +131,9 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen = []
     real = jax_route.settle
 
-    def spy(array):
+    def spy(array, device):
         seen.append(array.unsafe_buffer_pointer())
-        real(array)
+        real(array, device)
 
     monkeypatch.setattr(jax_route, "settle", spy)
     return seen
@@ -457,7 +457,7 @@ def test_a_thousand_calls_at_new_addresses(calls, expected) -> None:
         query = row[:size].view(source["query"].shape).copy_(source["query"])
         attend(calls[0], source | {"query": query})
     assert len(jax_route._IMPORTS._arrays) <= 1024
-    assert len(jax_route._IMPORTS._plans) <= 1024
+    assert len(jax_route._IMPORTS._layouts) <= 1024
     assert torch.equal(source["output"], expected[0])
 
 

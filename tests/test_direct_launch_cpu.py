@@ -83,7 +83,7 @@ class Driver:
 def on_cpu(monkeypatch):
     """Launches on an imagined device, whose tensors lie in host memory."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(launch, "_current_stream", lambda index: 1234)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 1234)
 
     def make(built, driver):
         plan = launch._Plan(built, 0, driver)
