@@ -101,7 +101,6 @@ def measure(call: Call, count: int) -> list[Cost]:
 
     def forget() -> None:
         jax_route._IMPORTS._arrays.clear()
-        jax_route._IMPORTS._layouts.clear()
 
     ways = [
         ("plain public DLPack calls, 8 in and 1 out", plain, recycled),

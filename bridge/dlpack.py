@@ -75,6 +75,8 @@ _CAPTURED_EVENT = 907
 _GATHER_SECONDS = 0.002
 _POLL_SECONDS = 0.001
 
+_NO_MEMORY = "the tensor has a size but no memory; its storage was freed or is fake"
+
 # A subclass that overrides this stands for something else than its own memory.
 _DISPATCH = "__torch_dispatch__"
 
@@ -295,14 +297,14 @@ class ImportCache:
             return []
         layouts = self.layouts(tensors)
         _refuse_capture(layouts[0].place)
-        return self.lend(layouts, [_address(tensor) for tensor in tensors], len(fresh))
+        return self.lend(layouts, [address_of(tensor) for tensor in tensors], len(fresh))
 
     def layouts(self, tensors: Sequence[torch.Tensor]) -> tuple[Layout, ...]:
         """How tensors of one device are lent: all that `borrow` asks about them but the address.
 
         Args:
             tensors: The tensors; each layout also holds for others of the same type, shape,
-                strides, dtype and device, unless a gradient or a negation is pending.
+                strides, dtype and device on which nothing is pending, such as a negation.
 
         Raises:
             TypeError, ZeroCopyError: As for `borrow`.
@@ -318,16 +320,23 @@ class ImportCache:
     ) -> list[jax.Array]:
         """What `borrow` returns, for tensors that are known by layout and address.
 
-        Not during a graph capture, which only `borrow` refuses.
+        The caller answers for the rest: tensors with memory at these addresses that reaches to
+        their ends, nothing pending on them, and no graph capture in progress.
 
         Args:
-            layouts: From `layouts`, at least one.
-            addresses: Where the tensors lie.
-            fresh: How many of them, from the first on, are imported for this call.
+            layouts: From `layouts`.
+            addresses: Where the tensors lie, in the same order.
+            fresh: How many of them, from the first on and at least one, are imported for this call.
 
         Raises:
-            ZeroCopyError: XLA does not take an address.
+            ValueError: There are not as many addresses as layouts, or `fresh` is out of range. As
+                `ZeroCopyError`: XLA does not take an address.
         """
+        if len(addresses) != len(layouts) or not 1 <= fresh <= len(layouts):
+            raise ValueError(
+                f"expected an address for each layout and one or more that are fresh, got "
+                f"{len(layouts)} layouts, {len(addresses)} addresses and fresh={fresh}"
+            )
         place = layouts[0].place
         common = functools.reduce(operator.or_, addresses)
         if common % XLA_ALIGNMENT[place.type] or not all(addresses):
@@ -366,7 +375,8 @@ def settle(array: jax.Array, device: torch.device | None = None) -> None:
     """Makes torch's current stream wait for an array; on a CPU, the caller waits.
 
     Args:
-        array: A result of the work that must come first, on one device.
+        array: A result of the work that must come first, on one device. Nobody may delete it
+            meanwhile.
         device: Torch's name for that device; None finds it out, which takes longer.
     """
     device = device or _torch_device(array)
@@ -379,8 +389,12 @@ def settle(array: jax.Array, device: torch.device | None = None) -> None:
 # What may be handed over.
 
 
-def check_tensor(tensor: torch.Tensor) -> None:
+def check_tensor(tensor: torch.Tensor, *, may_require_grad: bool = False) -> None:
     """Refuses what is no tensor, or does not stand for its memory alone.
+
+    Args:
+        tensor: What is to be handed over.
+        may_require_grad: Whether it may require a gradient.
 
     Raises:
         TypeError: `tensor` is no torch tensor.
@@ -408,32 +422,28 @@ def check_tensor(tensor: torch.Tensor) -> None:
         )
     if tensor.is_quantized:
         raise ZeroCopyError("a quantized tensor has scales; hand over int_repr() and the scales")
-    if tensor.requires_grad:
+    if tensor.requires_grad and not may_require_grad:
         raise ZeroCopyError("the tensor requires grad, and JAX would not see it; detach() it")
     if tensor.is_conj():
         raise ZeroCopyError("the conjugation is still pending; call resolve_conj()")
     if tensor.is_neg():
         raise ZeroCopyError("the negation is still pending; call resolve_neg()")
-    _address(tensor)
+    address_of(tensor)
     if tensor.device.type == "cpu" and torch.cuda.is_initialized() and tensor.is_pinned():
         raise ZeroCopyError("JAX takes pinned host memory for GPU memory; use unpinned memory")
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; ZeroCopyError if it has none."""
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise ZeroCopyError(
             "the tensor has no memory, as under torch.func transforms; call the bridge outside them"
         ) from error
-    if tensor.numel():
-        _refuse_null(address)
+    if not address and tensor.numel():
+        raise ZeroCopyError(_NO_MEMORY)
     return address
-
-
-def _refuse_null(address: int) -> None:
-    if not address:
-        raise ZeroCopyError("the tensor has a size but no memory; its storage was freed or is fake")
 
 
 def _jax_dtype(tensor: torch.Tensor) -> np.dtype:
@@ -459,7 +469,8 @@ def _jax_device(tensor: torch.Tensor) -> Any:
 
 
 def _check_address(address: int, device: torch.device, kernels: bool = False) -> None:
-    _refuse_null(address)
+    if not address:
+        raise ZeroCopyError(_NO_MEMORY)
     alignment, needed_by = XLA_ALIGNMENT[device.type], "XLA needs"
     if kernels and device.type == "cuda":
         alignment, needed_by = PALLAS_TRITON_ALIGNMENT, "kernels from Pallas through Triton need"
@@ -657,7 +668,8 @@ def _fence(device: torch.device) -> _Fence | None:
 
 def _stream(device: torch.device) -> int:
     """Torch's current stream, as DLPack names it."""
-    return current_stream(device.index) or _jax_dlpack.LEGACY_STREAM
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return current_stream(index) or _jax_dlpack.LEGACY_STREAM
 
 
 def _ordered_export(array: jax.Array, device: torch.device) -> Any:
@@ -689,7 +701,7 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How tensors of one type, shape, dtype and place in memory's order are lent.
+    """How tensors of one type, shape, strides, dtype and device are lent.
 
     Attributes:
         tensor: A description to copy, complete but for the address.

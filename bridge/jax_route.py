@@ -21,6 +21,7 @@ from sparse_decode.bridge.dlpack import (
     ImportCache,
     Layout,
     ZeroCopyError,
+    address_of,
     check_tensor,
     packed_view,
     settle,
@@ -70,20 +71,21 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Program:
-    """The compiled kernels for calls of one kind and one layout of the cache.
+    """The jitted kernels for calls of one kind and one layout of the cache.
 
     Attributes:
         function: Takes the buffers, first `output`, which is donated; and last an offset where the
             cache is inside larger pages.
-        pick: Takes what belongs to the buffers, in this order, from what is in that of the call.
+        pick: Puts what is listed in the order of the call's names into that of the buffers.
         layouts: How the buffers are lent.
-        strided: Place in the call and input of each tensor that is not dense.
+        checked: Those that are looked at in each call, with their index among the call's names:
+            `output`, and what is not dense.
     """
 
     function: Callable[..., jax.Array]
     pick: Callable[[Sequence[int]], tuple[int, ...]]
     layouts: tuple[Layout, ...]
-    strided: tuple[tuple[int, _Input], ...]
+    checked: tuple[tuple[int, _Input], ...]
 
 
 def run(call: _Call, tensors: Sequence[torch.Tensor]) -> None:
@@ -106,28 +108,28 @@ def run(call: _Call, tensors: Sequence[torch.Tensor]) -> None:
             'route: "dlpack" runs in JAX, which a CUDA graph cannot capture; use route="direct"'
         )
     offset, unit, shape = 0, 0, None
-    at = call.names.index("cache")
-    if not tensors[at].is_contiguous():
-        pages, offset = _pages(tensors[at], call.plan.geometry.fp8)
-        tensors = (*tensors[:at], pages, *tensors[at + 1 :])
+    cache, output = call.names.index("cache"), call.names.index("output")
+    if not tensors[cache].is_contiguous():
+        pages, offset = _pages(tensors[cache], call.plan.geometry.fp8)
+        tensors = (*tensors[:cache], pages, *tensors[cache + 1 :])
         unit, shape = math.gcd(offset, 16), pages.shape
     addresses = _addresses(call, tensors)
     program = call.jitted.get((unit, shape))
     if program is None:
         program = call.jitted.setdefault((unit, shape), _program(call, tensors, unit))
-    for place, it in program.strided:
+    for index, it in program.checked:
         # Whether its storage holds all of its last line is not known from the layout.
-        it.view(tensors[place], _way_out(call))
+        address_of(it.view(tensors[index], _way_out(call)))
     # Imports own nothing, so that all are kept but the one that is donated; it carries the fence.
     arrays = _IMPORTS.lend(program.layouts, program.pick(addresses), 1)
     if unit:
         arrays.append(_offset(offset, call.device))
     result = program.function(*arrays)
-    output = tensors[call.names.index("output")]
-    settle(result, output.device)
+    written = tensors[output]
+    settle(result, written.device)
     if on_cpu:
-        output.copy_(to_torch(result).as_strided(output.shape, output.stride()))
-    elif result.unsafe_buffer_pointer() != output.data_ptr():
+        written.copy_(to_torch(result).as_strided(written.shape, written.stride()))
+    elif result.unsafe_buffer_pointer() != addresses[output]:
         raise RuntimeError("output: JAX did not write the result in place")
 
 
@@ -136,12 +138,12 @@ def _addresses(call: _Call, tensors: Sequence[torch.Tensor]) -> list[int]:
     alignment = XLA_ALIGNMENT["cpu"] if call.device < 0 else PALLAS_TRITON_ALIGNMENT
     addresses = []
     for name, tensor in zip(call.names, tensors, strict=True):
-        if type(tensor) is not torch.Tensor or tensor.is_neg():
-            try:
-                check_tensor(tensor.detach())
-            except ZeroCopyError as error:
-                raise ZeroCopyError(f"{name}: {error}") from None
-        addresses.append(tensor.data_ptr())
+        try:
+            if type(tensor) is not torch.Tensor or tensor.is_neg():
+                check_tensor(tensor, may_require_grad=True)
+            addresses.append(address_of(tensor))
+        except ZeroCopyError as error:
+            raise ZeroCopyError(f"{name}: {error}") from None
         if addresses[-1] % alignment:
             raise ZeroCopyError(
                 f"{name}: expected an address that is a multiple of {alignment} bytes, got "
@@ -194,18 +196,17 @@ def _program(call: _Call, tensors: Sequence[torch.Tensor], unit: int) -> _Progra
         buffers = {name: it.reshape(shapes[name]) for name, it in zip(names, arrays, strict=False)}
         if unit:
             buffers["offset"] = arrays[-1]
-        return attend(plan, buffers)["output"].reshape(arrays[0].shape)
+        return attend(plan, buffers)["output"]
 
-    places = [call.names.index(name) for name in names]
-    inputs = [_input(plan, call.names[place], tensors[place]) for place in places]
-    lent = [it.view(tensors[at], _way_out(call)) for at, it in zip(places, inputs, strict=True)]
-    strided = [pair for pair in zip(places, inputs, strict=True) if pair[1].lines]
+    indices = [call.names.index(name) for name in names]
+    inputs = [(index, _input(plan, call.names[index], tensors[index])) for index in indices]
+    lent = [it.view(tensors[index], _way_out(call)) for index, it in inputs]
     donated = () if plan.interpret else (0,)
     return _Program(
         function=jax.jit(sparse_decode_attention, donate_argnums=donated),
-        pick=operator.itemgetter(*places),
+        pick=operator.itemgetter(*indices),
         layouts=_IMPORTS.layouts(lent),
-        strided=tuple(strided),
+        checked=tuple(pair for pair in inputs if pair[1].lines is not None),
     )
 
 
@@ -226,7 +227,7 @@ def _refuse_reaching_lines(specs: Mapping[str, ArraySpec]) -> None:
 def _input(plan: Plan, name: str, tensor: torch.Tensor) -> _Input:
     dtype_name, shape = plan.buffer(name)
     lines = None
-    if not tensor.is_contiguous():
+    if name == "output" or not tensor.is_contiguous():
         # int64 indices are planned as pairs of int32, and stay int64 in torch.
         words = 2 if tensor.dtype is torch.int64 else 1
         lines = (shape[0], shape[1] // words)

@@ -861,6 +861,9 @@ def test_lent_by_layout_and_address() -> None:
         for fresh_count in (1, 2):
             with pytest.raises(ZeroCopyError, match=message):
                 cache.lend(layouts[:2], [fresh.data_ptr(), address], fresh_count)
+    for count, fresh_count in [(1, 1), (3, 0), (3, 4)]:
+        with pytest.raises(ValueError, match="an address for each layout"):
+            cache.lend(layouts, [fresh.data_ptr()] * count, fresh_count)
 
 
 def test_borrowed_int64_and_empty() -> None:

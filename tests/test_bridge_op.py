@@ -442,7 +442,6 @@ def test_pending_negation():
         attend(call, tensors)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_fake_tensors():
     call = build(FP8)
     tensors = tensors_of(call)

@@ -456,7 +456,7 @@ def test_with_another_interpreter(python, tmp_path):
         command,
         cwd=Path(__file__).parents[1],
         env={
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
             "PYTHONPATH": str(tmp_path),
             "PYTHONDONTWRITEBYTECODE": "1",
             "SPARSE_DECODE_OTHER_PYTHONS": "",
