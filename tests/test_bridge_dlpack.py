@@ -847,6 +847,17 @@ def test_known_layouts_do_not_admit_what_is_refused() -> None:
                 cache.borrow(*arguments)
 
 
+@pytest.mark.parametrize(("device", "handle"), [("cuda", 7), ("cuda:0", 1), ("cuda:2", 7)])
+def test_stream_that_waits_for_a_result(device: str, handle: int, monkeypatch) -> None:
+    """The device's current one; the current device's where none is said; 1 is the default one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(dlpack, "current_stream", lambda index: {0: 0, 2: 7}[index])
+    waits: list[int] = []
+    monkeypatch.setattr(_jax_dlpack, "make_wait", lambda stream, array: waits.append(stream))
+    dlpack.settle(jnp.ones(4), torch.device(device))
+    assert waits == [handle]
+
+
 def test_lent_by_layout_and_address() -> None:
     cache = ImportCache(int64_as_int32=True)
     layouts = cache.layouts([aligned(16), aligned(8, torch.int64), torch.zeros(0, 3)])
