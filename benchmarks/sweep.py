@@ -25,9 +25,19 @@ from sparse_decode.contract import MAX_SPLITS, REGION_TOKENS
 from sparse_decode.parity import versions
 from sparse_decode.plan import Config
 
-SHAPES = ((64, 4, 3), (64, 2, 6), (32, 4, 3), (32, 2, 6), (64, 4, 6))  # tile, warps, stages
-SPLITS = (0.5, 0.75, 1.25, 1.5, 2)  # shares of the default's
-COMBINES = ((1, 64), (2, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
+# tile, warps, stages, pieces, and the share of the default's splits that may suit them
+SHAPES = (
+    (64, 4, 3, 3, 0.5),
+    (64, 2, 2, 3, 1),
+    (32, 4, 2, 3, 1),
+    (32, 2, 3, 3, 1),
+    (32, 2, 3, 2, 1.5),
+    (32, 2, 2, 3, 2),
+    (32, 1, 3, 2, 1),
+    (16, 2, 3, 3, 1.5),
+)
+SPLITS = (0.5, 0.75, 1.5, 2)  # shares of the default's
+COMBINES = ((1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
 FINALISTS, ROUNDS = 3, 5
 
 
@@ -36,12 +46,10 @@ def candidates(setting: Setting, default: Config) -> list[Config]:
     tokens = min(setting.slots * REGION_TOKENS, setting.context)
     most = min(MAX_SPLITS, -(-tokens // 16))
     found = [default]
-    for tile, warps, stages in SHAPES:
-        shape = dataclasses.replace(default, tile=tile, warps=warps, stages=stages)
+    for tile, warps, stages, pieces, share in SHAPES:
+        shape = dataclasses.replace(default, tile=tile, warps=warps, stages=stages, pieces=pieces)
         found.append(shape)
-        if warps != default.warps:
-            share = default.warps / warps
-            found.append(dataclasses.replace(shape, splits=tune.splits_near(default, share, most)))
+        found.append(dataclasses.replace(shape, splits=tune.splits_near(default, share, most)))
     found += [
         dataclasses.replace(default, splits=tune.splits_near(default, share, most))
         for share in SPLITS
@@ -92,7 +100,7 @@ def table(results: list[dict[str, Any]]) -> Table:
             microseconds = config.pop("microseconds")
             cells += ["/".join(map(str, config.values())), f"{microseconds:.1f}"]
         view.add_row(result["name"], str(len(result["first"])), *cells, f"{result['excess']:.1%}")
-    view.caption = "splits/tile/warps/stages/combine_warps/combine_width"
+    view.caption = "splits/tile/warps/stages/combine_warps/combine_width/pieces"
     return view
 
 

@@ -1,6 +1,6 @@
 """Split and combine as Pallas kernels for JAX's Triton backend.
 
-Split, grid (rows, splits): one program attends with all heads of a row to one share of its live
+Split, grid (rows * splits): one program attends with all heads of a row to one share of its live
 slots, a tile of tokens at a time, and writes either the output (one split) or a normalised float32
 partial `[rows, splits, heads, 192]` with its base-2 lse. Combine, grid (rows, heads, parts of the
 192 dims): merges the partials.
@@ -85,30 +85,40 @@ def _live_slots(position: jax.Array, active: jax.Array, slots: int) -> jax.Array
     return jnp.where(active & (position >= 0), live, 0)
 
 
-def _offset(plan: Plan, refs) -> jax.Array | int:
-    """Where the cache begins in each page of its buffer; never where it would not fit."""
+def _first_element(plan: Plan, refs, row) -> jax.Array:
+    """Where the lines of a row's group begin in each page of the buffer.
+
+    A cache at an offset into larger pages never begins where it would not fit.
+    """
+    first = lax.rem(row, jnp.int32(plan.geometry.groups)) * plan.cache_strides[1]
     unit = plan.offset_unit
     if not unit:
-        return 0
+        return first
     last = min(plan.last_offset, 2**31 - 1)
     offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), last)
-    return lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
+    return first + lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
 
 
-def _locate(plan: Plan, refs, row, first_slot, position, offset):
-    """Places of the tile's tokens: page, element inside the page, and whether it is attended."""
-    geometry = plan.geometry
-    lane = jnp.arange(plan.config.tile, dtype=jnp.int32)
-    slot = first_slot + (lane >> 3)
-    region = _load_index(
+def _load_regions(plan: Plan, refs, row, first_slot) -> jax.Array:
+    """Loads the region of each of the tile's tokens; -1 past the last slot."""
+    slot = first_slot + (jnp.arange(plan.config.tile, dtype=jnp.int32) >> 3)
+    return _load_index(
         refs["regions"],
         (_line(row, plan.regions_stride),),
         slot,
         plan.wide_regions,
-        mask=slot < geometry.slots,
+        mask=slot < plan.geometry.slots,
         other=-1,
     )
-    token = region * REGION_TOKENS + (lane & 7)
+
+
+def _locate(plan: Plan, refs, row, region, position) -> jax.Array:
+    """Places of the tile's tokens in the cache, `page * page_size + token of the page`.
+
+    -1 for a token that is not attended.
+    """
+    geometry = plan.geometry
+    token = region * REGION_TOKENS + (jnp.arange(plan.config.tile, dtype=jnp.int32) & 7)
     valid = _within(region, geometry.max_regions) & (token <= position)
     logical, in_page = _divide(token, geometry.page_size)
     request = lax.div(row, jnp.int32(geometry.rows_per_request))
@@ -116,9 +126,17 @@ def _locate(plan: Plan, refs, row, first_slot, position, offset):
         refs["block_table"].at[_line(request, plan.table_stride), logical], mask=valid, other=-1
     )
     valid = valid & _within(page, geometry.pages)
-    _, group_stride, token_stride = plan.cache_strides
-    group = lax.rem(row, jnp.int32(geometry.groups))
-    return page, in_page * token_stride + (group * group_stride + offset), valid
+    return jnp.where(valid, page * geometry.page_size + in_page, -1)
+
+
+def _once(x: jax.Array, axis: int) -> jax.Array:
+    """`x`, computed once: where Triton wants it in another layout, it moves it there.
+
+    Left to itself Triton computes indices anew, all loads included, in each layout that they are
+    used in. It does not look past a reduction, and this is the maximum of two copies along `axis`.
+    """
+    shape = (2, x.size) if axis == 0 else (x.size, 2)
+    return jnp.max(jnp.broadcast_to(jnp.expand_dims(x, axis), shape), axis=axis)
 
 
 # --- pieces of a line
@@ -144,24 +162,23 @@ def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
 
 
 def _load_lines(
-    plan: Plan, cache_ref, page, element, valid, first: int, transposed: bool = False
+    plan: Plan, cache_ref, place, first, part: int, transposed: bool = False
 ) -> list[jax.Array]:
-    """Loads `[tile, width]` pieces of keys (`first` 0) or values (`first` = `plan.line`).
+    """Loads `[tile, width]` pieces of keys (`part` 0) or values (`part` = `plan.line`).
 
-    Transposed pieces are `[width, tile]`. FP8 values are then copied asynchronously to shared
-    memory as words, and only decoded on their way out of it. With 16 bits which is faster depends
-    on the compiler.
+    Transposed pieces are `[width, tile]`: as values are wanted, so that they too are copied
+    asynchronously to shared memory, and FP8 is only decoded on its way out of it.
     """
     token_axis = 1 if transposed else 0
-    page, element, valid = (
-        jnp.expand_dims(x, 1 - token_axis)
-        for x in (_line(page, plan.cache_strides[0]), element, valid)
-    )
+    place = jnp.expand_dims(_once(place, token_axis), 1 - token_axis)
+    page_stride, _, token_stride = plan.cache_strides
+    page, token = _divide(place, plan.geometry.page_size)
+    page, element = _line(page, page_stride), token * token_stride + first
     tiles = []
-    for begin, width in plan.pieces:
-        column = jnp.expand_dims(first + begin + jnp.arange(width, dtype=jnp.int32), token_axis)
+    for begin, width in plan.value_pieces if part else plan.key_pieces:
+        column = jnp.expand_dims(part + begin + jnp.arange(width, dtype=jnp.int32), token_axis)
         at = cache_ref.at[page, element + column]
-        tile = plt.load(at, mask=valid, other=jnp.zeros((), cache_ref.dtype))
+        tile = plt.load(at, mask=place >= 0, other=jnp.zeros((), cache_ref.dtype))
         if plan.words:
             tiles += _decode(plan, tile)
         else:
@@ -169,13 +186,13 @@ def _load_lines(
     return tiles
 
 
-def _dims(plan: Plan) -> list[jax.Array]:
+def _dims(plan: Plan, pieces: tuple[tuple[int, int], ...]) -> list[jax.Array]:
     """The dims that each piece holds, in the order of `_load_lines`."""
     if not plan.words:
-        return [begin + jnp.arange(width, dtype=jnp.int32) for begin, width in plan.pieces]
+        return [begin + jnp.arange(width, dtype=jnp.int32) for begin, width in pieces]
     return [
         2 * (begin + jnp.arange(width, dtype=jnp.int32)) + odd
-        for begin, width in plan.pieces
+        for begin, width in pieces
         for odd in (0, 1)
     ]
 
@@ -185,7 +202,7 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
     row_stride, head_stride = plan.query_strides
     head = jnp.arange(plan.padded_heads, dtype=jnp.int32)[:, None]
     pieces = []
-    for dims in _dims(plan):
+    for dims in _dims(plan, plan.key_pieces):
         piece = plt.load(
             query_ref.at[_line(row, row_stride), head * head_stride + dims[None, :]],
             mask=jnp.broadcast_to(head < plan.geometry.heads, (plan.padded_heads, dims.shape[0])),
@@ -217,53 +234,64 @@ def _dot(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
 def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     refs = dict(zip(names, args, strict=True))
     geometry, config = plan.geometry, plan.config
-    row, split = _wait(plan, pl.program_id(0)), pl.program_id(1)
+    row, turn = _divide(_wait(plan, pl.program_id(0)), config.splits)
+    # Programs go round the multiprocessors in order. The splits of a row come next to each other,
+    # so that active rows are spread evenly wherever padding stands; and which of them comes first
+    # changes from row to row, so that the longer splits are spread as well.
+    _, split = _divide(turn + row + _divide(row, config.splits)[0], config.splits)
     position = _load_index(refs["positions"], (), row, plan.wide_positions)
     active = refs["active"][row]
     live = _live_slots(position, active, geometry.slots)
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
-    offset = _offset(plan, refs)
+    first = _first_element(plan, refs, row)
 
     heads = plan.padded_heads
     # Weights summed by token are summed over tokens once, after the loop, if they fit registers.
     by_token = config.tile * heads <= 512
     query = _load_query(plan, refs["query"], row)
+    value_dims = _dims(plan, plan.value_pieces)
     logit_scale = plan.scale * LOG2_E
     if geometry.fp8:
         logit_scale = logit_scale * refs["k_scale"][0]
 
+    def load_regions(tile):
+        return _load_regions(plan, refs, row, geometry.slots - live + tile * config.tile_regions)
+
+    def locate(regions):
+        return _locate(plan, refs, row, regions, position)
+
     def attend(tile, carry):
-        peak, total, sums = carry
-        first_slot = geometry.slots - live + tile * config.tile_regions
-        page, element, valid = _locate(plan, refs, row, first_slot, position, offset)
-        keys = _load_lines(plan, refs["cache"], page, element, valid, 0)
+        # Indices are loaded ahead of the lines: the places of the next tile, the regions of the
+        # one after it.
+        place, regions, peak, total, sums = carry
+        ahead = locate(regions), load_regions(tile + 2)
+        keys = _load_lines(plan, refs["cache"], place, first, 0)
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
-        logits = jnp.where(valid[:, None], logits, -jnp.inf)
+        logits = jnp.where(_once(place, 0)[:, None] >= 0, logits, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(logits, axis=0))
         pivot = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         weights = jnp.exp2(logits - pivot[None, :])
         shrink = jnp.exp2(peak - pivot)
         total = total * shrink + (weights if by_token else jnp.sum(weights, axis=0))
         weights = weights.astype(plan.operand)
-        values = _load_lines(
-            plan, refs["cache"], page, element, valid, plan.line, plan.values_transposed
-        )
+        values = _load_lines(plan, refs["cache"], place, first, plan.line, transposed=True)
         sums = tuple(
-            acc * shrink[None, :] + _dot(value, int(plan.values_transposed), weights, 0)
+            acc * shrink[None, :] + _dot(value, 1, weights, 0)
             for acc, value in zip(sums, values, strict=True)
         )
-        return new_peak, total, sums
+        return *ahead, new_peak, total, sums
 
     empty = (
         jnp.full((heads,), -jnp.inf, jnp.float32),
         jnp.zeros((config.tile, heads) if by_token else (heads,), jnp.float32),
-        tuple(jnp.zeros((piece.shape[1], heads), jnp.float32) for piece in query),
+        tuple(jnp.zeros((dims.size, heads), jnp.float32) for dims in value_dims),
     )
     share, rest = _divide(tiles, config.splits)
     begin = split * share + jnp.minimum(split, rest)
     end = begin + share + (split < rest).astype(jnp.int32)
-    peak, total, sums = lax.fori_loop(begin, end, attend, empty)
+    first_tiles = locate(load_regions(begin)), load_regions(begin + 1)
+    *_, peak, total, sums = lax.fori_loop(begin, end, attend, (*first_tiles, *empty))
     total = _release(plan, jnp.sum(total, axis=0) if by_token else total)
 
     none = total == 0
@@ -276,15 +304,14 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     present = head < geometry.heads
     if config.splits == 1:
         attention = [
-            (dims[:, None], acc * norm[None, :])
-            for dims, acc in zip(_dims(plan), sums, strict=True)
+            (dims[:, None], acc * norm[None, :]) for dims, acc in zip(value_dims, sums, strict=True)
         ]
         _finish(plan, refs, row, active, head[None, :], attention)
         if plan.return_lse:
             plt.store(refs["lse"].at[row, head], lse * LN_2, mask=present)
         return
     line = (row * config.splits + split) * geometry.heads + head
-    for dims, acc in zip(_dims(plan), sums, strict=True):
+    for dims, acc in zip(value_dims, sums, strict=True):
         plt.store(
             refs["partial"].at[line[None, :], dims[:, None]],
             acc * norm[None, :],
@@ -411,15 +438,13 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     finish = ["active", *(name for name in ("gate", "output") if name in buffers)]
     reads = [name for name in buffers if name not in ("gate", "output", "active")]
     if splits == 1:
-        return _launch(
-            _split_kernel, plan, (rows, 1), reads + finish, buffers, results, config.warps
-        )
+        return _launch(_split_kernel, plan, (rows,), reads + finish, buffers, results, config.warps)
     scratch = {
         "partial": jax.ShapeDtypeStruct((rows * splits * heads, HEAD_DIM), jnp.float32),
         "partial_lse": jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32),
     }
     partials = _launch(
-        _split_kernel, plan, (rows, splits), [*reads, "active"], buffers, scratch, config.warps
+        _split_kernel, plan, (rows * splits,), [*reads, "active"], buffers, scratch, config.warps
     )
     return _launch(
         _combine_kernel,

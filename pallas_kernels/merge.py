@@ -134,7 +134,6 @@ def attend_to_share(
         cache_unit=cache.offset_unit if packed else 0,
         cache_page=specs["cache"].stride(0) if packed else 0,
         **options,
-        by_xla=True,
     )
     inputs = {name: array for name, array in present.items() if name not in checked_only}
     again = functools.partial(partial_attention, query_len=query_len, **options)

@@ -186,7 +186,6 @@ def sparse_decode_attention(
         splits=splits,
         cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
         cache_page=specs["cache"].stride(0) if isinstance(cache, PackedCache) else 0,
-        by_xla=True,
     )
     options = {
         "scale": float(scale),

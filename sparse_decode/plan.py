@@ -30,6 +30,8 @@ class Config:
         stages: Software pipeline depth of the split loop, 1 to 8.
         combine_warps: Warps of a combine program: 1, 2, 4 or 8.
         combine_width: Dims that a combine program merges: 64 or 192.
+        pieces: In how many pieces the 192 dims of a key or a value are loaded: 3 equal ones, or 2,
+            of 128 and 64.
 
     Raises:
         TypeError: A setting is no integer.
@@ -37,11 +39,12 @@ class Config:
     """
 
     splits: int
-    tile: int = 64
-    warps: int = 4
+    tile: int = 32
+    warps: int = 2
     stages: int = 3
     combine_warps: int = 4
     combine_width: int = 192
+    pieces: int = 3
 
     def __post_init__(self) -> None:
         for name, legal in _LEGAL.items():
@@ -65,6 +68,7 @@ _LEGAL = {
     "stages": range(1, 9),
     "combine_warps": (1, 2, 4, 8),
     "combine_width": (64, 192),
+    "pieces": (2, 3),
 }
 
 
@@ -77,12 +81,15 @@ def default_config(geometry: Geometry) -> Config:
     Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
     the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
-    one split, of two and a half. Where two programs or fewer come to a multiprocessor and heads are
-    at most 8, each takes four warps to be done sooner, and a short pipeline if it has a single
-    tile; where at most one comes to each even with tiles of half the size, it takes these.
-    Otherwise a program has two warps and tiles of 32 tokens, or of 64 with an FP8 cache and several
-    tiles. Combine has a program for every 64 dims while rows times heads are few, and more warps
-    the more splits there are.
+    one split, of two and a half.
+
+    A program has two warps and tiles of 32 tokens, two of them in flight, unless it is one of the
+    following. With an FP8 cache, at most 8 heads and more than a tile of 64, one warp, which loads
+    lines in two pieces. With 16 bits and at most 128 tokens to attend to, tiles of 16. Where two
+    programs or fewer come to a multiprocessor and heads are at most 8, and each has but one tile,
+    four warps to be done sooner; where at most one comes to each even with tiles of half the size,
+    it takes these. Combine has a program for every 64 dims while rows times heads are few, and more
+    warps the more splits there are.
     """
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
@@ -94,18 +101,26 @@ def default_config(geometry: Geometry) -> Config:
         return rounds * (-(-tiles // splits) + 4) + (2.5 if splits > 1 else 0), splits
 
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
-    few = geometry.rows * splits <= at_once // 2 and geometry.heads <= 8
+    few_heads = geometry.heads <= 8
+    few = geometry.rows * splits <= at_once // 2 and few_heads
     single = splits * 64 >= tokens
-    tile = 64 if few or (geometry.fp8 and not single) else 32
+    tile, warps, stages, pieces = 32, 2, 3, 3
     if few and geometry.rows * -(-tokens // 32) <= multiprocessors:
-        splits, tile = -(-tokens // 32), 32
+        splits, warps, stages = -(-tokens // 32), 4, 2
+    elif few and single:
+        tile, warps, stages = 64, 4, 2
+    elif geometry.fp8 and few_heads and not few and not single:
+        warps, pieces = 1, 2
+    elif not geometry.fp8 and splits * 128 >= tokens:
+        tile = 16
     return Config(
         splits=splits,
         tile=tile,
-        warps=4 if few else 2,
-        stages=3 if few and splits * tile >= tokens else 6,
+        warps=warps,
+        stages=stages,
         combine_warps=_combine_warps(splits),
         combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
+        pieces=pieces,
     )
 
 
@@ -128,7 +143,6 @@ class Plan:
         clear_inactive: Zero inactive rows; otherwise leave them as they are in `output`.
         return_lse: Whether natural-log lse is computed.
         words: Whether the cache is read as 16-bit words of two FP8 elements.
-        values_transposed: Whether values are loaded as `[dims, tokens]`, not `[tokens, dims]`.
         query_strides: (row, head).
         cache_strides: (page, group, token).
         regions_stride: Row stride, in elements of the index dtype.
@@ -151,7 +165,6 @@ class Plan:
     clear_inactive: bool
     return_lse: bool
     words: bool
-    values_transposed: bool
     query_strides: tuple[int, int]
     cache_strides: tuple[int, int, int]
     regions_stride: int
@@ -204,10 +217,18 @@ class Plan:
         return HEAD_DIM // 2 if self.words else HEAD_DIM
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(begin, width) of the power-of-two pieces that make up a line."""
+    def key_pieces(self) -> tuple[tuple[int, int], ...]:
+        """(begin, width) of the power-of-two pieces that make up a key."""
         third = self.line // 3
+        if self.config.pieces == 2:
+            return (0, 2 * third), (2 * third, third)
         return tuple((begin, third) for begin in range(0, self.line, third))
+
+    @property
+    def value_pieces(self) -> tuple[tuple[int, int], ...]:
+        """The same for a value, which ends where the next key begins."""
+        third = self.line // 3
+        return ((0, third), (third, 2 * third)) if self.config.pieces == 2 else self.key_pieces
 
 
 def make_plan(
@@ -222,7 +243,6 @@ def make_plan(
     cache_unit: int = 0,
     cache_page: int = 0,
     cache_is_even: bool = True,
-    by_xla: bool = False,
 ) -> Plan:
     """Works out how a checked call is launched.
 
@@ -238,11 +258,10 @@ def make_plan(
             elements.
         cache_page: The size of these larger pages, in elements.
         cache_is_even: Whether the cache begins at an even address.
-        by_xla: Whether XLA compiles the kernels, as it does for JAX, and not the installed Triton.
 
     Raises:
-        NotImplementedError: An FP8 cache in odd strides spans more than 2 GiB, or what belongs to
-            one page or row reaches over 2**31 elements or more.
+        NotImplementedError: The cache has 2**31 tokens or more, an FP8 cache in odd strides spans
+            more than 2 GiB, or what belongs to one page or row reaches over 2**31 elements or more.
     """
     given, config = config, config or default_config(geometry)
     if splits is not None:
@@ -266,6 +285,11 @@ def make_plan(
         specs["cache"].stride(1) if geometry.groups > 1 else 0,
         specs["cache"].stride(2),
     )
+    if geometry.pages * geometry.page_size >= 2**31:
+        raise NotImplementedError(
+            "cache: expected pages with fewer than 2**31 tokens in all, got "
+            f"{geometry.pages} pages of {geometry.page_size} tokens"
+        )
     numbers = (*cache_strides, shapes["cache"][1], cache_unit)
     words = geometry.fp8 and cache_is_even and not any(number % 2 for number in numbers)
     if words:
@@ -293,7 +317,6 @@ def make_plan(
         clear_inactive=clear_inactive or "output" not in specs,
         return_lse=return_lse,
         words=words,
-        values_transposed=geometry.fp8 or by_xla,
         query_strides=(specs["query"].stride(0), specs["query"].stride(1)),
         cache_strides=cache_strides,
         regions_stride=specs["regions"].stride(0),

@@ -28,11 +28,19 @@ if TYPE_CHECKING:
 
 FORMAT = "sparse_decode configs 1"
 
-# (tile, warps, stages) and shares of the default's splits that are tried first ...
-SHAPES = ((64, 4, 3), (64, 2, 6), (64, 1, 6), (32, 4, 3), (32, 2, 6), (32, 1, 6), (16, 1, 6))
+# (tile, warps, stages, pieces) and shares of the default's splits that are tried first ...
+SHAPES = (
+    (64, 4, 3, 3),
+    (64, 2, 2, 3),
+    (32, 4, 2, 3),
+    (32, 2, 3, 3),
+    (32, 2, 3, 2),
+    (32, 1, 3, 2),
+    (16, 2, 3, 3),
+)
 SPLITS = (0.5, 0.75, 1, 1.5, 2)
 # ... then, with the best of these, stages, and last (combine_warps, combine_width).
-STAGES = (3, 4, 5, 6, 8)
+STAGES = (2, 3, 4)
 COMBINES = ((1, 64), (2, 64), (4, 64), (1, 192), (4, 192))
 SHOWN = 5
 
@@ -190,12 +198,12 @@ def splits_near(default: Config, share: float, most: int) -> int:
 def candidates(default: Config, slots: int) -> list[Config]:
     """The settings that are tried first: shapes of a program, and splits around the default's."""
     found = {default: None}
-    for tile, warps, stages in SHAPES:
+    for tile, warps, stages, pieces in SHAPES:
         most = min(MAX_SPLITS, -(-slots * REGION_TOKENS // tile))
         for share in SPLITS:
             splits = splits_near(default, share, most)
             config = dataclasses.replace(
-                default, splits=splits, tile=tile, warps=warps, stages=stages
+                default, splits=splits, tile=tile, warps=warps, stages=stages, pieces=pieces
             )
             found[config] = None
     return [*found]

@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from sparse_decode import captures, cases, tolerance, torch_arrays
+from sparse_decode import bench_run, captures, cases, tolerance, torch_arrays
+from sparse_decode.bench_suites import settings_of
 from sparse_decode.bridge import op, sparse_decode_attention, warmup
 from sparse_decode.plan import Config
 from sparse_decode.triton_kernels import sparse_decode_attention as triton_attention
@@ -31,6 +32,31 @@ CAPTURES = {
     for path in sorted((Path(__file__).parent / "captures").glob("*.safetensors"))
 }
 SHARED = {case.name: case for case in (*cases.CASES, *cases.WIDE_CASES)}
+
+# (tile, warps, stages, pieces) of all default settings, and calls that try their layouts.
+SHAPES = sorted(
+    {
+        (config.tile, config.warps, config.stages, config.pieces)
+        for config in map(bench_run.default_config, settings_of(["full", "rows"]))
+    }
+)
+SHAPED = (
+    "fp8_split2_gate",
+    "fp8_head1",
+    "fp8_heads16_gate",
+    "fp8_edges",
+    "fp8_inactive",
+    "fp8_holes_repeated",
+    "fp8_outside",
+    "fp8_packed",
+    "fp8_token_major_strided",
+    "uint8_verify4_groups2",
+    "bf16_heads16_groups2",
+    "bf16_verify4",
+    "bf16_outside",
+    "bf16_packed_strided",
+    "fp16_heads4_gate",
+)
 
 
 def arguments(call, **changed) -> dict[str, Any]:
@@ -102,6 +128,16 @@ def test_shared_call_eager_and_replayed(name, shared):
         assert torch.isnan(given["output"]).all()
         graph.replay()
         assert torch.equal(bits(given["output"]), result)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("name", SHAPED)
+def test_shared_call_in_every_shape_of_the_default_settings(name, shape):
+    call = cases.build(SHARED[name])
+    tile, warps, stages, pieces = shape
+    config = Config(call.splits or 2, tile, warps, stages, pieces=pieces)
+    given = arguments(call, config=config)
+    check(call, given, run(given))
 
 
 @pytest.mark.parametrize(

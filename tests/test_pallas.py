@@ -254,6 +254,7 @@ def test_uint8_is_float8():
     [
         Config(splits=1, tile=16, warps=1, stages=1),
         Config(splits=3, tile=32, warps=2, stages=2),
+        Config(splits=2, tile=64, warps=1, pieces=2),
         Config(splits=2, tile=128, warps=8, stages=4),
     ],
     ids=lambda config: f"tile{config.tile}",

@@ -36,6 +36,20 @@ def test_groups_further_apart_are_refused(cache, group_stride):
         plan(group_stride, cache)
 
 
+@pytest.mark.parametrize(("pages", "fits"), [(2**27 - 1, True), (2**27, False)])
+def test_places_count_to_32_bits(pages, fits):
+    specs = specs_of(4, 33, "bfloat16")
+    specs["cache"] = ArraySpec((pages, 1, 16, 384), "bfloat16")
+    specs["block_table"] = ArraySpec((4, 64), "int32")
+    options = {"scale": 1.0, "clear_inactive": True}
+    geometry = check_call(**specs, **options, splits=1)
+    if fits:
+        assert make_plan(geometry, specs, **options).geometry.pages == pages
+    else:
+        with pytest.raises(NotImplementedError, match=rf"^cache: .*2\*\*31 tokens.*{pages}"):
+            make_plan(geometry, specs, **options)
+
+
 def specs_of(rows, slots, cache):
     """A call of one group and 8 heads whose requests have room for 65536 tokens."""
     specs = {
@@ -59,17 +73,19 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
     fp8 = cache == "float8_e4m3fn"
     specs = specs_of(rows, slots, cache)
     config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
-    found = config.tile, config.warps, config.stages
+    found = config.tile, config.warps, config.stages, config.pieces
     tokens = slots * 8
-    single = config.splits * config.tile >= tokens
+    single = config.splits * 64 >= tokens
     if rows * -(-tokens // 32) <= 132:
-        assert found == (32, 4, 3)
-    elif rows * config.splits <= 264:
-        assert found == (64, 4, 3 if single else 6)
-    elif fp8 and config.splits * 64 < tokens:
-        assert found == (64, 2, 6)
+        assert found == (32, 4, 2, 3)
+    elif rows * config.splits <= 264 and single:
+        assert found == (64, 4, 2, 3)
+    elif fp8 and rows * config.splits > 264 and not single:
+        assert found == (32, 1, 3, 2)
+    elif not fp8 and config.splits * 128 >= tokens:
+        assert found == (16, 2, 3, 3)
     else:
-        assert found == (32, 2, 6)
+        assert found == (32, 2, 3, 3)
 
 
 @pytest.mark.parametrize(("splits", "warps"), [(64, 1), (128, 2), (256, 4)])
