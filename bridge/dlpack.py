@@ -46,7 +46,7 @@ from jax.core import Tracer
 
 from sparse_decode.bridge import _jax_dlpack
 from sparse_decode.bridge._jax_dlpack import DLManagedTensor, DLTensor
-from sparse_decode.bridge.launch import current_stream
+from sparse_decode.bridge.launch import current_stream, device_index
 
 # Bytes that XLA wants an address to be a multiple of. It reports a violation late, or copies.
 XLA_ALIGNMENT = {"cpu": 64, "cuda": 16}
@@ -668,8 +668,7 @@ def _fence(device: torch.device) -> _Fence | None:
 
 def _stream(device: torch.device) -> int:
     """Torch's current stream, as DLPack names it."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return current_stream(index) or _jax_dlpack.LEGACY_STREAM
+    return current_stream(device_index(device)) or _jax_dlpack.LEGACY_STREAM
 
 
 def _ordered_export(array: jax.Array, device: torch.device) -> Any:

@@ -159,6 +159,7 @@ def write_kv(
     Raises:
         TypeError: A dtype or the type of an argument is wrong.
         ValueError: A shape is wrong, or an FP8 scale is missing.
+        NotImplementedError: A page has 2**31 elements or more.
     """
     if isinstance(cache, PackedCache):
         packed = cache
@@ -173,6 +174,10 @@ def write_kv(
         )
     describe_cache(packed)
     _expect("cache", packed.storage, (None, None), CACHE_DTYPES)
+    if packed.storage.shape[1] > INT32_MAX:
+        raise NotImplementedError(
+            f"cache: expected pages of fewer than 2**31 elements, got {packed.storage.shape[1]}"
+        )
     groups = packed.groups
     _expect("key", key, (None, groups, HEAD_DIM), INPUT_DTYPES)
     _expect("value", value, key.shape, INPUT_DTYPES)

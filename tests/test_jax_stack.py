@@ -1,5 +1,7 @@
 """What a decode step does around the attention, held to plain NumPy."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -267,6 +269,20 @@ def test_64_bit_positions():
             )
             written = np.flatnonzero(np.asarray(cache).any(axis=(1, 2, 3)))
             assert list(written) == ([] if page is None else [page])
+
+
+def test_pages_that_32_bits_do_not_reach_are_refused():
+    cache = jax.ShapeDtypeStruct((1, 1, 2**31 // 384 + 1, 384), "bfloat16")
+    line, table, at = (
+        np.zeros((1, 1, 192), np.float32),
+        np.zeros((1, 1), np.int32),
+        np.zeros(1, int),
+    )
+    write = functools.partial(
+        write_kv, key=line, value=line, block_table=table, positions=at, active=at == 0
+    )
+    with pytest.raises(NotImplementedError, match=r"^cache: expected pages of fewer than 2\*\*31"):
+        jax.eval_shape(write, cache)
 
 
 def test_nothing_to_write():
