@@ -32,7 +32,7 @@ from sparse_decode.contract import ArraySpec
 from sparse_decode.pallas_kernels import PackedCache
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.pallas_kernels.op import describe_cache
-from sparse_decode.plan import Plan, extent, make_plan
+from sparse_decode.plan import Plan, check_offset, extent, make_plan
 from sparse_decode.validation import check_indices, check_option
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class _Program:
         function: Takes the buffers, first `output`, which is donated; and last an offset where the
             cache is inside larger pages.
         pick: Puts what is listed in the order of the call's names into that of the buffers.
+        last_offset: Largest offset of a cache inside larger pages.
         layouts: How the buffers are lent.
         checked: Those that are looked at in each call, with their index among the call's names:
             `output`, and what is not dense.
@@ -84,6 +85,7 @@ class _Program:
 
     function: Callable[..., jax.Array]
     pick: Callable[[Sequence[int]], tuple[int, ...]]
+    last_offset: int
     layouts: tuple[Layout, ...]
     checked: tuple[tuple[int, _Input], ...]
 
@@ -117,6 +119,7 @@ def run(call: _Call, tensors: Sequence[torch.Tensor]) -> None:
     program = call.jitted.get((unit, shape))
     if program is None:
         program = call.jitted.setdefault((unit, shape), _program(call, tensors, unit))
+    check_offset(offset, program.last_offset)
     for index, it in program.checked:
         # Whether its storage holds all of its last line is not known from the layout.
         address_of(it.view(tensors[index], _way_out(call)))
@@ -205,6 +208,7 @@ def _program(call: _Call, tensors: Sequence[torch.Tensor], unit: int) -> _Progra
     return _Program(
         function=jax.jit(sparse_decode_attention, donate_argnums=donated),
         pick=operator.itemgetter(*indices),
+        last_offset=plan.last_offset,
         layouts=_IMPORTS.layouts(lent),
         checked=tuple(pair for pair in inputs if pair[1].lines is not None),
     )

@@ -94,8 +94,7 @@ def _first_element(plan: Plan, refs, row) -> jax.Array:
     unit = plan.offset_unit
     if not unit:
         return first
-    last = min(plan.last_offset, 2**31 - 1)
-    offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), last)
+    offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), plan.last_offset)
     return first + lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
 
 

@@ -16,6 +16,7 @@ from sparse_decode.pallas_kernels.op import (
     _run,
     _transformable,
     check_device,
+    check_reach,
     describe_cache,
 )
 from sparse_decode.pallas_kernels.promotion import usual_promotion
@@ -135,6 +136,7 @@ def attend_to_share(
         cache_page=specs["cache"].stride(0) if packed else 0,
         **options,
     )
+    check_reach(cache, plan)
     inputs = {name: array for name, array in present.items() if name not in checked_only}
     again = functools.partial(partial_attention, query_len=query_len, **options)
     share = _transformable(functools.partial(_run, plan), again)({**inputs, "cache": cache})

@@ -24,7 +24,7 @@ from sparse_decode.contract import (
 )
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.pallas_kernels.promotion import usual_promotion
-from sparse_decode.plan import Config, Plan, make_plan
+from sparse_decode.plan import Config, Plan, check_offset, make_plan
 from sparse_decode.validation import check_indices, check_option
 
 
@@ -38,8 +38,8 @@ class PackedCache:
             else they hold.
         offset: int32 scalar, where the first group of each page begins, in elements. It may be
             traced, so one compiled program serves every layer of a cache. A traced value that is no
-            multiple of `offset_unit` is rounded down to one, and one that leads outside the page is
-            moved inside.
+            multiple of `offset_unit` is rounded down to one, and one that leads outside the page,
+            or further than 32 bits reach, is moved inside.
         groups: KV heads.
         page_size: Tokens a page.
         group_stride: Elements between groups; None is `page_size * 384`.
@@ -137,8 +137,9 @@ def sparse_decode_attention(
         TypeError: A dtype or the type of an argument is wrong, or indices to validate are traced.
         ValueError: A shape or an option is wrong, an FP8 scale is missing, or validation found an
             index.
-        NotImplementedError: The GPU cannot run the kernels, an FP8 cache is laid out in odd strides
-            and larger than 2 GiB, or the call is differentiated.
+        NotImplementedError: The GPU cannot run the kernels, the cache has 2**31 tokens, or strides
+            or an offset from which 32 bits do not reach its end, an FP8 cache is laid out in odd
+            strides and larger than 2 GiB, or the call is differentiated.
     """
     arrays = {
         "query": query,
@@ -187,6 +188,7 @@ def sparse_decode_attention(
         cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
         cache_page=specs["cache"].stride(0) if isinstance(cache, PackedCache) else 0,
     )
+    check_reach(cache, plan)
     options = {
         "scale": float(scale),
         "query_len": query_len,
@@ -360,6 +362,12 @@ def _check_offset(cache: PackedCache, last: int) -> None:
         raise ValueError(
             f"cache.offset: expected a multiple of offset_unit = {cache.offset_unit}, got {offset}"
         )
+
+
+def check_reach(cache: object, plan: Plan) -> None:
+    """Raises NotImplementedError for a known offset from which 32 bits do not reach the end."""
+    if isinstance(cache, PackedCache) and not isinstance(cache.offset, jax.Array):
+        check_offset(int(cache.offset), plan.last_offset)
 
 
 def check_device(fp8: bool) -> None:

@@ -73,7 +73,7 @@ _LEGAL = {
 
 
 def default_config(geometry: Geometry) -> Config:
-    """Settings for a call's sizes, as sweeps on an H200 found them.
+    """Settings for a call's sizes, as runs on an H200 found them.
 
     Args:
         geometry: From `contract.check_call`.
@@ -83,13 +83,19 @@ def default_config(geometry: Geometry) -> Config:
     the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
     one split, of two and a half.
 
-    A program has two warps and tiles of 32 tokens, two of them in flight, unless it is one of the
-    following. With an FP8 cache, at most 8 heads and more than a tile of 64, one warp, which loads
-    lines in two pieces. With 16 bits and at most 128 tokens to attend to, tiles of 16. Where two
-    programs or fewer come to a multiprocessor and heads are at most 8, and each has but one tile,
-    four warps to be done sooner; where at most one comes to each even with tiles of half the size,
-    it takes these. Combine has a program for every 64 dims while rows times heads are few, and more
-    warps the more splits there are.
+    The shape of a program is the first of these that fits:
+
+    - With at most 8 heads, and one program a multiprocessor or fewer if each has but 32 tokens: so
+      many splits, four warps, to be done sooner.
+    - With at most 8 heads, two programs a multiprocessor or fewer, and one tile of 64 tokens for
+      each: four warps.
+    - FP8 with at most 8 heads, more than two programs a multiprocessor, and more than 64 tokens for
+      each: one warp, tiles of 32 tokens in two pieces, two of them in flight.
+    - 16 bits and at most 128 tokens a program: two warps, tiles of 16, two of them in flight.
+    - Two warps, tiles of 32, two of them in flight.
+
+    Combine has a program for every 64 dims while rows times heads are few, and more warps the more
+    splits there are.
     """
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
@@ -154,7 +160,8 @@ class Plan:
         shapes: Shape of each buffer that is laid out in lines, by name.
         offset_unit: The cache begins at an offset into its buffer that is an operand and a multiple
             of this many elements of the cache; 0 if there is no such operand.
-        last_offset: Largest offset at which a page of the cache ends inside its page of the buffer.
+        last_offset: Largest offset at which a page of the cache ends inside its page of the buffer,
+            and within what 32 bits count from where that begins.
         dependent_launch: Wait for the preceding kernel inside this one (sm_90 and newer).
         interpret: Run in Pallas' interpreter.
     """
@@ -276,9 +283,7 @@ def make_plan(
         for name in ("query", "cache", "regions", "block_table", "gate", "output")
         if name in lines
     }
-    last_offset = 0
     if cache_unit:
-        last_offset = cache_page - extent(specs["cache"])
         shapes["cache"] = (geometry.pages, cache_page)
     cache_strides = (
         shapes["cache"][1] if specs["cache"].stride(0) else 0,
@@ -300,6 +305,10 @@ def make_plan(
             "cache: FP8 at odd strides or an odd address is implemented up to 2 GiB, "
             f"got a span of {shapes['cache'][0] * shapes['cache'][1]} bytes"
         )
+    last_offset = 0
+    if cache_unit:
+        room = min(cache_page, 2**32 if words else 2**31) - extent(specs["cache"])
+        last_offset = min(room, 2**31 - 1)
     for name in shapes:
         reach = extent(lines[name]) // (2 if words and name == "cache" else 1)
         if reach >= 2**31:
@@ -331,6 +340,15 @@ def make_plan(
         offset_unit=cache_unit,
         last_offset=last_offset,
     )
+
+
+def check_offset(offset: int, last: int) -> None:
+    """Raises NotImplementedError for an offset beyond the last one of a plan."""
+    if offset > last:
+        raise NotImplementedError(
+            f"cache: expected an offset of at most {last} elements into its pages, so that 32 bits "
+            f"reach its end, got {offset}"
+        )
 
 
 def _lines(spec: ArraySpec) -> tuple[int, int]:

@@ -223,8 +223,8 @@ def test_one_compiled_function_for_all_layers(stored):
     assert not np.array_equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("name", ["fp8_heads4", "bf16"])
-def test_odd_strides(name):
+@pytest.mark.parametrize(("name", "pieces"), [("fp8_heads4", 3), ("fp8_heads4", 2), ("bf16", 3)])
+def test_odd_strides(name, pieces):
     """Nothing is even, so that FP8 cannot be read as 16-bit words."""
     call = narrow(build(CASE[name]))
     pages, _, page_size, dim = call.cache.shape
@@ -239,7 +239,8 @@ def test_odd_strides(name):
         token_stride=387,
         offset_unit=1,
     )
-    output, lse = jitted(call)({**arguments(call), "cache": packed})
+    config = Config(splits=call.splits, pieces=pieces)
+    output, lse = jitted(call, config=config)({**arguments(call), "cache": packed})
     check(call, output, lse, call.output)
 
 
@@ -253,11 +254,12 @@ def test_uint8_is_float8():
     "config",
     [
         Config(splits=1, tile=16, warps=1, stages=1),
+        Config(splits=1, tile=32, warps=1, pieces=2),
         Config(splits=3, tile=32, warps=2, stages=2),
         Config(splits=2, tile=64, warps=1, pieces=2),
         Config(splits=2, tile=128, warps=8, stages=4),
     ],
-    ids=lambda config: f"tile{config.tile}",
+    ids=lambda config: f"tile{config.tile}-pieces{config.pieces}",
 )
 @pytest.mark.parametrize("name", ["fp8_outside", "bf16_verify4"])
 def test_every_tile_size(name, config):

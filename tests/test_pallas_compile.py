@@ -9,13 +9,11 @@ from sparse_decode.bridge import compile as compiling  # noqa: E402
 from sparse_decode.bridge.lowering import lower  # noqa: E402
 from sparse_decode.contract import ArraySpec, check_call  # noqa: E402
 from sparse_decode.pallas_kernels.kernels import attend  # noqa: E402
-from sparse_decode.plan import make_plan  # noqa: E402
+from sparse_decode.plan import Config, make_plan  # noqa: E402
 
 ROWS, SLOTS, PAGES, PAGE_SIZE, MAX_PAGES = 64, 513, 4096, 64, 1024
 
-# Bytes of shared memory a program, static and dynamic. The bounds leave four split programs to a
-# multiprocessor of 227 KiB.
-SPLIT_SHARED, COMBINE_SHARED = 57344, 4096
+COMBINE_SHARED = 4096  # bytes a program, static and dynamic
 
 # arch, cache, heads, splits, dtype of the indices
 CALLS = [
@@ -35,7 +33,12 @@ CALLS = [
 ]
 
 
-def program_of(arch, cache, heads, splits, index):
+def split_shared(programs):
+    """Bytes that leave room for so many split programs, in 228 KiB, of which each reserves one."""
+    return (228 // programs - 1) * 1024
+
+
+def program_of(arch, cache, heads, splits, index, config=None):
     """The lowered kernels of a typical call, as a launcher without JAX's runtime takes them."""
     fp8 = cache == "float8_e4m3fn"
     query = "bfloat16" if fp8 else cache
@@ -52,7 +55,7 @@ def program_of(arch, cache, heads, splits, index):
         specs |= {name: ArraySpec((1,), "float32") for name in ("k_scale", "v_scale")}
     options = {"scale": 192**-0.5, "clear_inactive": True}
     geometry = check_call(**specs, **options, splits=splits)
-    plan = make_plan(geometry, specs, **options, splits=splits, return_lse=True)
+    plan = make_plan(geometry, specs, **options, splits=splits, config=config, return_lse=True)
     lines = dict(plan.shapes)
 
     def buffer(name):
@@ -78,13 +81,26 @@ def test_kernels_compile_without_spills(arch, cache, heads, splits, index):
     assert [call.name for call in combine] == ["sparse_decode_combine"] * (splits > 1)
     assert all(call.grid[:2] == (ROWS, heads) for call in combine)
     assert ("cvt.rn.f16x2.e4m3x2" in split.ttir) == (cache == "float8_e4m3fn")
-    bounds = [SPLIT_SHARED, COMBINE_SHARED]
+    bounds = [split_shared(4), COMBINE_SHARED]
     for call, bound in zip(program.calls, bounds, strict=False):
         kernel = compiling.compile_kernel(call, arch)
         taken = compiling.resources(kernel)
         assert (taken.spilled, kernel.arch) == (0, arch)
         assert taken.shared <= bound
         assert taken.registers <= 255
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("tile", "warps", "stages", "pieces"),
+    [(32, 4, 2, 3), (64, 4, 2, 3), (32, 1, 3, 2), (16, 2, 3, 3), (32, 2, 3, 3)],
+)
+def test_shapes_of_the_default_settings(cache, tile, warps, stages, pieces):
+    config = Config(4, tile, warps, stages, pieces=pieces)
+    split, _ = program_of(90, cache, 8, 4, "int32", config).calls
+    taken = compiling.resources(compiling.compile_kernel(split, 90))
+    assert (split.num_warps, split.num_stages, taken.spilled) == (warps, stages, 0)
+    assert taken.shared <= split_shared(2 if warps == 4 else 4)
 
 
 def test_fp8_needs_hardware_that_converts_it():

@@ -3,7 +3,7 @@
 import pytest
 
 from sparse_decode.contract import ArraySpec, check_call
-from sparse_decode.plan import default_config, make_plan
+from sparse_decode.plan import check_offset, default_config, make_plan
 
 
 def plan(group_stride, cache):
@@ -34,6 +34,27 @@ def test_groups_as_far_apart_as_32_bits_reach(cache, group_stride):
 def test_groups_further_apart_are_refused(cache, group_stride):
     with pytest.raises(NotImplementedError, match=rf"^cache: .* 2\*\*31 .*{group_stride}"):
         plan(group_stride, cache)
+
+
+@pytest.mark.parametrize(
+    ("cache", "page", "last"),
+    [
+        ("bfloat16", 2**20, 2**20 - 64 * 384),
+        ("bfloat16", 2**33, 2**31 - 64 * 384),
+        ("float8_e4m3fn", 2**33, 2**31 - 1),
+    ],
+)
+def test_offsets_into_pages_reach_as_far_as_32_bits(cache, page, last):
+    specs = specs_of(4, 33, cache)
+    specs["cache"] = ArraySpec((3, 1, 64, 384), cache, (page, 0, 384, 1))
+    specs["block_table"] = ArraySpec((4, 64), "int32")
+    options = {"scale": 1.0, "clear_inactive": True}
+    geometry = check_call(**specs, **options, splits=1)
+    plan = make_plan(geometry, specs, **options, cache_unit=16, cache_page=page)
+    assert plan.last_offset == last
+    check_offset(last, plan.last_offset)
+    with pytest.raises(NotImplementedError, match=rf"^cache: .*at most {last} .*got {last + 16}"):
+        check_offset(last + 16, plan.last_offset)
 
 
 @pytest.mark.parametrize(("pages", "fits"), [(2**27 - 1, True), (2**27, False)])
