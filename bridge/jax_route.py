@@ -32,7 +32,7 @@ from sparse_decode.contract import ArraySpec
 from sparse_decode.pallas_kernels import PackedCache
 from sparse_decode.pallas_kernels.kernels import attend
 from sparse_decode.pallas_kernels.op import describe_cache
-from sparse_decode.plan import Plan, check_offset, extent, make_plan
+from sparse_decode.plan import Plan, check_offset, extent, plan_again
 from sparse_decode.validation import check_indices, check_option
 
 if TYPE_CHECKING:
@@ -180,15 +180,8 @@ def _program(call: _Call, tensors: Sequence[torch.Tensor], unit: int) -> _Progra
     if unit:
         page = tensors[call.names.index("cache")].shape[1]
         cache = call.specs["cache"]
-        plan = make_plan(
-            plan.geometry,
-            {**call.specs, "cache": cache._replace(strides=(page, *cache.strides[1:]))},
-            scale=plan.scale,
-            clear_inactive=plan.clear_inactive,
-            config=plan.config,
-            cache_unit=unit,
-            cache_page=page,
-        )
+        specs = {**call.specs, "cache": cache._replace(strides=(page, *cache.strides[1:]))}
+        plan = plan_again(plan, specs, cache_unit=unit, cache_page=page)
     plan = replace(plan, interpret=call.device < 0)
     if plan.interpret:
         _refuse_reaching_lines(call.specs)

@@ -21,7 +21,7 @@ from sparse_decode.bridge import compile as compiling
 from sparse_decode.bridge.launch import DirectProgram, device_index
 from sparse_decode.bridge.lowering import DEVICE_KINDS, Buffer
 from sparse_decode.contract import ARRAY_NAMES, ArraySpec, Geometry
-from sparse_decode.plan import Config, Plan, make_plan
+from sparse_decode.plan import Config, Plan, make_plan, plan_again
 from sparse_decode.torch_arrays import Key
 from sparse_decode.validation import check_indices, check_option
 
@@ -406,7 +406,7 @@ def _request(call: _Call, alignments: tuple[int, ...]) -> compiling.Request:
     plan = call.plan
     cache_is_even = not alignments or alignments[call.names.index("cache")] % 2 == 0
     if plan.words and not cache_is_even:  # type: ignore[union-attr]
-        plan = _without_words(call)
+        plan = plan_again(plan, call.specs, cache_is_even=False)  # type: ignore[arg-type]
     plan = dataclasses.replace(plan, dependent_launch=dependent)  # type: ignore[type-var]
     names = call.names
 
@@ -422,18 +422,6 @@ def _request(call: _Call, alignments: tuple[int, ...]) -> compiling.Request:
         arch=arch,
         launch_pdl=dependent,
         alignments=alignments,
-    )
-
-
-def _without_words(call: _Call) -> Plan:
-    plan = call.plan
-    return make_plan(
-        plan.geometry,
-        call.specs,
-        scale=plan.scale,
-        clear_inactive=plan.clear_inactive,
-        config=plan.config,
-        cache_is_even=False,
     )
 
 

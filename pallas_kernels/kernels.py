@@ -160,21 +160,20 @@ def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
     return decoded
 
 
-def _load_lines(
-    plan: Plan, cache_ref, place, first, part: int, transposed: bool = False
-) -> list[jax.Array]:
-    """Loads `[tile, width]` pieces of keys (`part` 0) or values (`part` = `plan.line`).
+def _load_lines(plan: Plan, cache_ref, place, first, values: bool) -> list[jax.Array]:
+    """Loads `[tile, width]` pieces of keys or `[width, tile]` pieces of values.
 
-    Transposed pieces are `[width, tile]`: as values are wanted, so that they too are copied
-    asynchronously to shared memory, and FP8 is only decoded on its way out of it.
+    So the products want them: both are copied asynchronously to shared memory, and FP8 is only
+    decoded on its way out of it.
     """
-    token_axis = 1 if transposed else 0
+    token_axis = 1 if values else 0
+    part, pieces = (plan.line, plan.value_pieces) if values else (0, plan.key_pieces)
     place = jnp.expand_dims(_once(place, token_axis), 1 - token_axis)
     page_stride, _, token_stride = plan.cache_strides
     page, token = _divide(place, plan.geometry.page_size)
     page, element = _line(page, page_stride), token * token_stride + first
     tiles = []
-    for begin, width in plan.value_pieces if part else plan.key_pieces:
+    for begin, width in pieces:
         column = jnp.expand_dims(part + begin + jnp.arange(width, dtype=jnp.int32), token_axis)
         at = cache_ref.at[page, element + column]
         tile = plt.load(at, mask=place >= 0, other=jnp.zeros((), cache_ref.dtype))
@@ -264,7 +263,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         # one after it.
         place, regions, peak, total, sums = carry
         ahead = locate(regions), load_regions(tile + 2)
-        keys = _load_lines(plan, refs["cache"], place, first, 0)
+        keys = _load_lines(plan, refs["cache"], place, first, values=False)
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
         logits = jnp.where(_once(place, 0)[:, None] >= 0, logits, -jnp.inf)
@@ -274,7 +273,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         shrink = jnp.exp2(peak - pivot)
         total = total * shrink + (weights if by_token else jnp.sum(weights, axis=0))
         weights = weights.astype(plan.operand)
-        values = _load_lines(plan, refs["cache"], place, first, plan.line, transposed=True)
+        values = _load_lines(plan, refs["cache"], place, first, values=True)
         sums = tuple(
             acc * shrink[None, :] + _dot(value, 1, weights, 0)
             for acc, value in zip(sums, values, strict=True)

@@ -16,11 +16,11 @@ from sparse_decode.pallas_kernels.op import (
     _run,
     _transformable,
     check_device,
-    check_reach,
     describe_cache,
+    plan_call,
 )
 from sparse_decode.pallas_kernels.promotion import usual_promotion
-from sparse_decode.plan import Config, make_plan
+from sparse_decode.plan import Config
 
 
 @usual_promotion
@@ -124,19 +124,16 @@ def attend_to_share(
     if geometry.rows == 0:
         nothing = jnp.zeros(query.shape, jnp.float32)
         return geometry, nothing, nothing[..., 0]
-    packed = isinstance(cache, PackedCache)
     checked_only = ("output", "gate")
     options = {"scale": scale, "splits": splits, "config": config}
-    plan = make_plan(
+    plan = plan_call(
+        cache,
         dataclasses.replace(geometry, output_dtype="float32", gate_dtype=None),
         {name: spec for name, spec in specs.items() if name not in checked_only},
         clear_inactive=True,
         return_lse=True,
-        cache_unit=cache.offset_unit if packed else 0,
-        cache_page=specs["cache"].stride(0) if packed else 0,
         **options,
     )
-    check_reach(cache, plan)
     inputs = {name: array for name, array in present.items() if name not in checked_only}
     again = functools.partial(partial_attention, query_len=query_len, **options)
     share = _transformable(functools.partial(_run, plan), again)({**inputs, "cache": cache})

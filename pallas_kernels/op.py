@@ -18,6 +18,7 @@ from jax import lax
 from sparse_decode.contract import (
     CACHE_DIM,
     ArraySpec,
+    Geometry,
     check_call,
     check_capability,
     check_count,
@@ -177,7 +178,8 @@ def sparse_decode_attention(
     if geometry.rows == 0:
         empty = jnp.zeros(query.shape, geometry.output_dtype)
         return (empty, jnp.zeros(query.shape[:2], jnp.float32)) if return_lse else empty
-    plan = make_plan(
+    plan = plan_call(
+        cache,
         geometry,
         specs,
         scale=scale,
@@ -185,10 +187,7 @@ def sparse_decode_attention(
         return_lse=return_lse,
         config=config,
         splits=splits,
-        cache_unit=cache.offset_unit if isinstance(cache, PackedCache) else 0,
-        cache_page=specs["cache"].stride(0) if isinstance(cache, PackedCache) else 0,
     )
-    check_reach(cache, plan)
     options = {
         "scale": float(scale),
         "query_len": query_len,
@@ -364,10 +363,17 @@ def _check_offset(cache: PackedCache, last: int) -> None:
         )
 
 
-def check_reach(cache: object, plan: Plan) -> None:
-    """Raises NotImplementedError for a known offset from which 32 bits do not reach the end."""
-    if isinstance(cache, PackedCache) and not isinstance(cache.offset, jax.Array):
+def plan_call(
+    cache: jax.Array | PackedCache, geometry: Geometry, specs: dict[str, ArraySpec], **options: Any
+) -> Plan:
+    """`make_plan` for either kind of cache; refuses a known offset that is out of reach."""
+    if not isinstance(cache, PackedCache):
+        return make_plan(geometry, specs, **options)
+    page = specs["cache"].stride(0)
+    plan = make_plan(geometry, specs, **options, cache_unit=cache.offset_unit, cache_page=page)
+    if not isinstance(cache.offset, jax.Array):
         check_offset(int(cache.offset), plan.last_offset)
+    return plan
 
 
 def check_device(fp8: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparse_decode.contract import (
     HEAD_DIM,
@@ -339,6 +340,28 @@ def make_plan(
         shapes=tuple(shapes.items()),
         offset_unit=cache_unit,
         last_offset=last_offset,
+    )
+
+
+def plan_again(plan: Plan, specs: Mapping[str, ArraySpec], **changes: Any) -> Plan:
+    """The plan of the same call for a cache that lies otherwise.
+
+    Args:
+        plan: From `make_plan`.
+        specs: The arrays of the call by name.
+        **changes: Arguments of `make_plan` that say how the cache lies.
+
+    Raises:
+        NotImplementedError: As in `make_plan`.
+    """
+    return make_plan(
+        plan.geometry,
+        specs,
+        scale=plan.scale,
+        clear_inactive=plan.clear_inactive,
+        return_lse=plan.return_lse,
+        config=plan.config,
+        **changes,
     )
 
 

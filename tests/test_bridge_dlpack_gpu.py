@@ -345,8 +345,9 @@ def test_refused_under_capture() -> None:
     assert (result == 2).all()
 
 
-@pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_other_threads_do_not_spoil_a_capture(mode: str) -> None:
+    """In torch's default mode, no other thread may call JAX; what it drops may go back."""
     tensor = torch.arange(64.0, device="cuda")
     arrays = jax.block_until_ready([fill(float(run)) for run in range(8)])
     views = [to_torch(array) for array in arrays[:4]]
@@ -357,7 +358,7 @@ def test_other_threads_do_not_spoil_a_capture(mode: str) -> None:
     def other() -> None:
         try:
             views.clear()
-            for array in arrays:
+            for array in arrays if mode != "global" else ():
                 to_torch(array)
                 to_jax(tensor)
         except BaseException as error:
