@@ -25,16 +25,16 @@ from sparse_decode.contract import MAX_SPLITS, REGION_TOKENS
 from sparse_decode.parity import versions
 from sparse_decode.plan import Config
 
-# tile, warps, stages, pieces, and the share of the default's splits that may suit them
+# tile, warps, stages, pieces, and shares of the default's splits
 SHAPES = (
-    (64, 4, 3, 3, 0.5),
-    (64, 2, 2, 3, 1),
-    (32, 4, 2, 3, 1),
-    (32, 2, 3, 3, 1),
-    (32, 2, 3, 2, 1.5),
-    (32, 2, 2, 3, 2),
-    (32, 1, 3, 2, 1),
-    (16, 2, 3, 3, 1.5),
+    (64, 4, 3, 3, (0.5, 1)),
+    (64, 2, 2, 3, (1, 1.75)),
+    (32, 4, 2, 3, (1,)),
+    (32, 2, 3, 3, (0.5, 1)),
+    (32, 2, 3, 2, (0.75, 1, 1.5)),
+    (32, 2, 2, 3, (1, 2)),
+    (32, 1, 3, 2, (0.5, 1, 2)),
+    (16, 2, 3, 3, (1, 1.5)),
 )
 SPLITS = (0.5, 0.75, 1.5, 2)  # shares of the default's
 COMBINES = ((1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
@@ -45,15 +45,16 @@ def candidates(setting: Setting, default: Config) -> list[Config]:
     """The default and what is tried around it, each once."""
     tokens = min(setting.slots * REGION_TOKENS, setting.context)
     most = min(MAX_SPLITS, -(-tokens // 16))
+
+    def with_splits(config: Config, shares: tuple[float, ...]) -> list[Config]:
+        near = (tune.splits_near(default, share, most) for share in shares)
+        return [dataclasses.replace(config, splits=splits) for splits in near]
+
     found = [default]
-    for tile, warps, stages, pieces, share in SHAPES:
+    for tile, warps, stages, pieces, shares in SHAPES:
         shape = dataclasses.replace(default, tile=tile, warps=warps, stages=stages, pieces=pieces)
-        found.append(shape)
-        found.append(dataclasses.replace(shape, splits=tune.splits_near(default, share, most)))
-    found += [
-        dataclasses.replace(default, splits=tune.splits_near(default, share, most))
-        for share in SPLITS
-    ]
+        found += with_splits(shape, shares)
+    found += with_splits(default, SPLITS)
     found += [
         dataclasses.replace(default, combine_warps=warps, combine_width=width)
         for warps, width in COMBINES

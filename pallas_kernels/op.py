@@ -367,6 +367,7 @@ def plan_call(
     cache: jax.Array | PackedCache, geometry: Geometry, specs: dict[str, ArraySpec], **options: Any
 ) -> Plan:
     """`make_plan` for either kind of cache; refuses a known offset that is out of reach."""
+    options["by_xla"] = True
     if not isinstance(cache, PackedCache):
         return make_plan(geometry, specs, **options)
     page = specs["cache"].stride(0)

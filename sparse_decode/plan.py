@@ -73,13 +73,25 @@ _LEGAL = {
 }
 
 
-def default_config(geometry: Geometry) -> Config:
+_MULTIPROCESSORS = 132  # of an H200
+
+# FP8 and at most 8 heads: programs a multiprocessor, tokens that each must then have at least,
+# warps and pieces; for direct launches and for XLA.
+_FP8_SHAPES = {
+    False: ((8, 1024, 1, 2), (6, 1024, 2, 2), (4, 512, 1, 2)),
+    True: ((8, 1024, 1, 2), (6, 512, 2, 2)),
+}
+
+
+def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
     """Settings for a call's sizes, as runs on an H200 found them.
 
     Args:
         geometry: From `contract.check_call`.
+        by_xla: Whether XLA compiles the kernels, as it does for calls in JAX and over DLPack; or
+            Triton itself, for direct launches.
 
-    Four small programs run at a time on each of the H200's 132 multiprocessors. The splits are
+    With four small programs at a time on each of the H200's 132 multiprocessors, the splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
     the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
     one split, of two and a half.
@@ -90,34 +102,37 @@ def default_config(geometry: Geometry) -> Config:
       many splits, four warps, to be done sooner.
     - With at most 8 heads, two programs a multiprocessor or fewer, and one tile of 64 tokens for
       each: four warps.
-    - FP8 with at most 8 heads, more than two programs a multiprocessor, and more than 64 tokens for
-      each: one warp, tiles of 32 tokens in two pieces, two of them in flight.
+    - FP8 with at most 8 heads and at least two splits of many tokens: one or two warps and two
+      pieces, by the first line of `_FP8_SHAPES` that fits, whose programs all run at a time.
     - 16 bits and at most 128 tokens a program: two warps, tiles of 16, two of them in flight.
     - Two warps, tiles of 32, two of them in flight.
 
     Combine has a program for every 64 dims while rows times heads are few, and more warps the more
     splits there are.
     """
+    rows = geometry.rows
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
     tiles = -(-tokens // 64)
-    multiprocessors = 132
-    at_once = 4 * multiprocessors
+    at_once = 4 * _MULTIPROCESSORS
 
     def estimate(splits: int) -> tuple[float, int]:
-        rounds = -(-geometry.rows * splits // at_once)
+        rounds = -(-rows * splits // at_once)
         return rounds * (-(-tiles // splits) + 4) + (2.5 if splits > 1 else 0), splits
 
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
     few_heads = geometry.heads <= 8
-    few = geometry.rows * splits <= at_once // 2 and few_heads
-    single = splits * 64 >= tokens
+    few = rows * splits <= at_once // 2 and few_heads
     tile, warps, stages, pieces = 32, 2, 3, 3
-    if few and geometry.rows * -(-tokens // 32) <= multiprocessors:
+    if few and rows * -(-tokens // 32) <= _MULTIPROCESSORS:
         splits, warps, stages = -(-tokens // 32), 4, 2
-    elif few and single:
+    elif few and splits * 64 >= tokens:
         tile, warps, stages = 64, 4, 2
-    elif geometry.fp8 and few_heads and not few and not single:
-        warps, pieces = 1, 2
+    elif geometry.fp8 and few_heads:
+        for programs, least, *shape in _FP8_SHAPES[by_xla]:
+            fill = programs * _MULTIPROCESSORS // rows
+            if fill > 1 and fill * least <= tokens:
+                splits, (warps, pieces) = fill, shape
+                break
     elif not geometry.fp8 and splits * 128 >= tokens:
         tile = 16
     return Config(
@@ -126,7 +141,7 @@ def default_config(geometry: Geometry) -> Config:
         warps=warps,
         stages=stages,
         combine_warps=_combine_warps(splits),
-        combine_width=64 if geometry.rows * geometry.heads < 512 else 192,
+        combine_width=64 if rows * geometry.heads < 512 else 192,
         pieces=pieces,
     )
 
@@ -248,6 +263,7 @@ def make_plan(
     return_lse: bool = False,
     config: Config | None = None,
     splits: int | None = None,
+    by_xla: bool = False,
     cache_unit: int = 0,
     cache_page: int = 0,
     cache_is_even: bool = True,
@@ -262,6 +278,7 @@ def make_plan(
         return_lse: Whether natural-log lse is wanted.
         config: Launch settings; None takes `default_config`.
         splits: Overrides the splits of `config` if not None.
+        by_xla: As in `default_config`.
         cache_unit: For a cache inside larger pages, what each offset into them is a multiple of, in
             elements.
         cache_page: The size of these larger pages, in elements.
@@ -271,7 +288,7 @@ def make_plan(
         NotImplementedError: The cache has 2**31 tokens or more, an FP8 cache in odd strides spans
             more than 2 GiB, or what belongs to one page or row reaches over 2**31 elements or more.
     """
-    given, config = config, config or default_config(geometry)
+    given, config = config, config or default_config(geometry, by_xla)
     if splits is not None:
         warps = given.combine_warps if given else _combine_warps(int(splits))
         config = replace(config, splits=int(splits), combine_warps=warps)

@@ -86,23 +86,33 @@ def specs_of(rows, slots, cache):
     return specs
 
 
+@pytest.mark.parametrize("by_xla", [False, True])
 @pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 256, 600])
 @pytest.mark.parametrize("slots", [1, 7, 9, 24, 25, 64, 513, 1025])
-def test_default_settings_are_those_of_the_table(cache, rows, slots):
+def test_default_settings_are_those_of_the_table(cache, rows, slots, by_xla):
     """The table of `docs/performance.md`."""
     fp8 = cache == "float8_e4m3fn"
     specs = specs_of(rows, slots, cache)
-    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    geometry = check_call(**specs, scale=1.0, clear_inactive=True, splits=1)
+    config = default_config(geometry, by_xla)
     found = config.tile, config.warps, config.stages, config.pieces
     tokens = slots * 8
-    single = config.splits * 64 >= tokens
+
+    def full(programs, least):
+        splits = 132 * programs // rows
+        return splits > 1 and splits * least <= tokens and splits
+
     if rows * -(-tokens // 32) <= 132:
         assert found == (32, 4, 2, 3)
-    elif rows * config.splits <= 264 and single:
+    elif rows * config.splits <= 264 and config.splits * 64 >= tokens:
         assert found == (64, 4, 2, 3)
-    elif fp8 and rows * config.splits > 264 and not single:
-        assert found == (32, 1, 3, 2)
+    elif fp8 and full(8, 1024):
+        assert (*found, config.splits) == (32, 1, 3, 2, full(8, 1024))
+    elif fp8 and full(6, 512 if by_xla else 1024):
+        assert (*found, config.splits) == (32, 2, 3, 2, full(6, 512))
+    elif fp8 and full(4, 512) and not by_xla:
+        assert (*found, config.splits) == (32, 1, 3, 2, full(4, 512))
     elif not fp8 and config.splits * 128 >= tokens:
         assert found == (16, 2, 3, 3)
     else:
