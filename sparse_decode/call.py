@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparse_decode.contract import ARRAY_NAMES, ArraySpec, Geometry, check_call, default_splits
+from sparse_decode.plan import Config
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Call:
 
     Arrays are NumPy arrays under the contract's names, 16-bit floats and FP8 in the dtypes of
     `ml_dtypes`. `output` is the buffer's content before the call (shape, dtype and strides count;
-    paths copy it), or None for a new array. `splits` of None leaves the choice to the path.
+    paths copy it), or None for a new array. `splits` of None leaves the choice to the path, and so
+    does `config`, which the Pallas kernels alone take.
     """
 
     query: np.ndarray
@@ -34,6 +36,7 @@ class Call:
     query_len: int = 1
     splits: int | None = None
     clear_inactive: bool = True
+    config: Config | None = None
 
     def arrays(self) -> dict[str, Any]:
         """The arrays that are present, by name."""
@@ -41,8 +44,9 @@ class Call:
         return {name: array for name, array in named.items() if array is not None}
 
     def options(self) -> dict[str, Any]:
-        """The options that are no arrays, by name."""
-        names = (f.name for f in dataclasses.fields(self) if f.name not in ARRAY_NAMES)
+        """The options of the contract, by name."""
+        others = (*ARRAY_NAMES, "config")
+        names = (f.name for f in dataclasses.fields(self) if f.name not in others)
         return {name: getattr(self, name) for name in names}
 
     def geometry(self) -> Geometry:

@@ -137,7 +137,9 @@ def _run_pallas(call: Call) -> Outcome:
     from sparse_decode.pallas_kernels import sparse_decode_attention
 
     with _jax_arrays(call) as arrays:
-        output, lse = sparse_decode_attention(**arrays, **call.options(), return_lse=True)
+        output, lse = sparse_decode_attention(
+            **arrays, **call.options(), return_lse=True, config=call.config
+        )
         return Outcome(np.asarray(output), np.asarray(lse), call.output)
 
 
@@ -199,7 +201,7 @@ def _run_triton(call: Call) -> Outcome:
 def _run_bridge(route: str, call: Call) -> Outcome:
     from sparse_decode.bridge import sparse_decode_attention
 
-    return _in_place(call, sparse_decode_attention, route=route)
+    return _in_place(call, sparse_decode_attention, route=route, config=call.config)
 
 
 def _run_triton_on_jax(call: Call) -> Outcome:

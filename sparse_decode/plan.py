@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_decode.contract import (
     HEAD_DIM,
@@ -73,13 +73,31 @@ _LEGAL = {
 }
 
 
+class Shape(NamedTuple):
+    """The settings of a `Config` that make a split program what it is."""
+
+    tile: int
+    warps: int
+    stages: int
+    pieces: int
+
+
+SHAPES = {
+    "lone tile": Shape(32, 4, 2, 3),
+    "large tile": Shape(64, 4, 2, 3),
+    "one warp": Shape(32, 1, 3, 2),
+    "two pieces": Shape(32, 2, 3, 2),
+    "small tiles": Shape(16, 2, 3, 3),
+    "usual": Shape(32, 2, 3, 3),
+}
+
 _MULTIPROCESSORS = 132  # of an H200
 
-# FP8 and at most 8 heads: programs a multiprocessor, tokens that each must then have at least,
-# warps and pieces; for direct launches and for XLA.
+# FP8 with at most 8 heads, direct and by XLA: programs a multiprocessor, and the tokens that each
+# must have at least to be of that shape.
 _FP8_SHAPES = {
-    False: ((8, 1024, 1, 2), (6, 1024, 2, 2), (4, 512, 1, 2)),
-    True: ((8, 1024, 1, 2), (6, 512, 2, 2)),
+    False: ((6, 1024, "two pieces"), (4, 256, "one warp")),
+    True: ((6, 512, "two pieces"), (4, 256, "usual")),
 }
 
 
@@ -98,14 +116,15 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
 
     The shape of a program is the first of these that fits:
 
-    - With at most 8 heads, and one program a multiprocessor or fewer if each has but 32 tokens: so
-      many splits, four warps, to be done sooner.
-    - With at most 8 heads, two programs a multiprocessor or fewer, and one tile of 64 tokens for
-      each: four warps.
-    - FP8 with at most 8 heads and at least two splits of many tokens: one or two warps and two
-      pieces, by the first line of `_FP8_SHAPES` that fits, whose programs all run at a time.
-    - 16 bits and at most 128 tokens a program: two warps, tiles of 16, two of them in flight.
-    - Two warps, tiles of 32, two of them in flight.
+    - "lone tile", with at most 8 heads, and one program a multiprocessor or fewer if each has but
+      32 tokens: so many splits, four warps, to be done sooner.
+    - "large tile", with at most 8 heads, two programs a multiprocessor or fewer, and one tile of 64
+      tokens for each.
+    - FP8 with at most 8 heads: that of the first line of `_FP8_SHAPES` by which each of at least
+      two splits has enough tokens; all programs then run at a time. "one warp" without such a line,
+      if Triton itself compiles and each program has at least 512 tokens.
+    - "small tiles", 16 bits and at most 128 tokens a program.
+    - "usual".
 
     Combine has a program for every 64 dims while rows times heads are few, and more warps the more
     splits there are.
@@ -122,27 +141,26 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
     splits = min(range(1, min(tiles, 128) + 1), key=estimate)
     few_heads = geometry.heads <= 8
     few = rows * splits <= at_once // 2 and few_heads
-    tile, warps, stages, pieces = 32, 2, 3, 3
+    shape = "usual"
     if few and rows * -(-tokens // 32) <= _MULTIPROCESSORS:
-        splits, warps, stages = -(-tokens // 32), 4, 2
+        splits, shape = -(-tokens // 32), "lone tile"
     elif few and splits * 64 >= tokens:
-        tile, warps, stages = 64, 4, 2
+        shape = "large tile"
     elif geometry.fp8 and few_heads:
-        for programs, least, *shape in _FP8_SHAPES[by_xla]:
+        if not by_xla and splits * 512 <= tokens:
+            shape = "one warp"
+        for programs, least, name in _FP8_SHAPES[by_xla]:
             fill = programs * _MULTIPROCESSORS // rows
             if fill > 1 and fill * least <= tokens:
-                splits, (warps, pieces) = fill, shape
+                splits, shape = fill, name
                 break
     elif not geometry.fp8 and splits * 128 >= tokens:
-        tile = 16
+        shape = "small tiles"
     return Config(
         splits=splits,
-        tile=tile,
-        warps=warps,
-        stages=stages,
+        **SHAPES[shape]._asdict(),
         combine_warps=_combine_warps(splits),
         combine_width=64 if rows * geometry.heads < 512 else 192,
-        pieces=pieces,
     )
 
 

@@ -18,11 +18,11 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
+from shapes import in_turn
 
-from sparse_decode import bench_run, captures, cases, tolerance, torch_arrays
-from sparse_decode.bench_suites import settings_of
+from sparse_decode import captures, cases, tolerance, torch_arrays
 from sparse_decode.bridge import op, sparse_decode_attention, warmup
-from sparse_decode.plan import Config
+from sparse_decode.plan import SHAPES, Config
 from sparse_decode.triton_kernels import sparse_decode_attention as triton_attention
 
 pytestmark = pytest.mark.gpu
@@ -33,13 +33,7 @@ CAPTURES = {
 }
 SHARED = {case.name: case for case in (*cases.CASES, *cases.WIDE_CASES)}
 
-# (tile, warps, stages, pieces) of all default settings, and calls that try their layouts.
-SHAPES = sorted(
-    {
-        (config.tile, config.warps, config.stages, config.pieces)
-        for config in map(bench_run.default_config, settings_of(["full", "rows"]))
-    }
-)
+# Shared calls that try the layouts of all shapes of a program.
 SHAPED = (
     "fp8_split2_gate",
     "fp8_head1",
@@ -133,32 +127,31 @@ def test_shared_call_eager_and_replayed(name, shared):
         assert torch.equal(bits(given["output"]), result)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SHAPED)
 def test_shared_call_in_every_shape_of_the_default_settings(name, shape):
     call = cases.build(SHARED[name])
-    tile, warps, stages, pieces = shape
-    config = Config(call.splits or 2, tile, warps, stages, pieces=pieces)
+    config = Config(call.splits or 2, **SHAPES[shape]._asdict())
     given = arguments(call, config=config)
     check(call, given, run(given))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        cases.Case("jax_fp8", (200, 77, 130), gate="bfloat16"),
-        cases.Case("jax_fp8_split1", (200, 77, 130), splits=1),
-        cases.Case("jax_uint8_verify4", (70, 33), cache="uint8", query_len=4, groups=2),
-        cases.Case("jax_bf16", (200, 77, 130), gate="float32", **cases.BF16),
-        cases.Case("jax_fp8_wide", (9000, 5000), slots=513, splits=16),
-    ],
-    ids=lambda case: case.name,
+IN_JAX = (
+    cases.Case("jax_fp8", (200, 77, 130), gate="bfloat16"),
+    cases.Case("jax_fp8_split1", (200, 77, 130), splits=1),
+    cases.Case("jax_fp8_split3", (900, 300), slots=65, splits=3),
+    cases.Case("jax_uint8_verify4", (70, 33), cache="uint8", query_len=4, groups=2),
+    cases.Case("jax_bf16", (200, 77, 130), gate="float32", **cases.BF16),
+    cases.Case("jax_fp8_wide", (9000, 5000), slots=513, splits=16),
 )
-def test_as_in_jax(case):
+
+
+@pytest.mark.parametrize("turn", range(len(SHAPES)), ids=[case.name for case in IN_JAX])
+def test_as_in_jax(turn):
     """JAX compiles the same kernels with a Triton of its own, which may round elsewhere."""
-    call = cases.build(case)
-    config = Config(splits=case.splits or 1, tile=64, warps=4, stages=3)
-    given = arguments(call, config=config)
+    case = IN_JAX[turn]
+    call = in_turn(cases.build(case), turn)
+    given = arguments(call, config=call.config)
     direct, jax = run(given), run({**given, "route": "dlpack"})
     check(call, given, direct)
     check(call, given, jax)

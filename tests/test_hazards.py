@@ -13,9 +13,10 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 import jax.numpy as jnp  # noqa: E402
+from shapes import in_turn  # noqa: E402
 
 from sparse_decode.call import Call  # noqa: E402
-from sparse_decode.hazards import HAZARDS, attended_lines, build, faults  # noqa: E402
+from sparse_decode.hazards import HAZARDS, Trial, attended_lines, build, faults  # noqa: E402
 from sparse_decode.oracle import evaluate  # noqa: E402
 from sparse_decode.paths import PATHS, Outcome  # noqa: E402
 
@@ -25,12 +26,13 @@ if jax.default_backend() == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def shape(hazard) -> str:
+def compiled(hazard) -> str:
     """What is compiled for it: neighbours in this order share it."""
     return repr(dataclasses.replace(hazard.base, inactive=(), masked=(0, 0)))
 
 
-HAZARD = {hazard.name: hazard for hazard in sorted(HAZARDS, key=shape)}
+HAZARD = {hazard.name: hazard for hazard in sorted(HAZARDS, key=compiled)}
+COMPILED = list(dict.fromkeys(map(compiled, HAZARD.values())))
 # Their shapes would be compiled in the interpreters for them alone.
 GPU_ONLY = (
     *("query_1e6_fp8", "query_1e38_fp8", "overflow_bf16_to_fp16"),
@@ -81,6 +83,18 @@ def assert_same_result(call: Call, first: Outcome, second: Outcome) -> None:
         assert same_bits(first.lse, second.lse)
 
 
+def built(path, hazard) -> Trial:
+    """A hazard's calls, which take turns with the shapes of a program.
+
+    Directly each hazard has its turn; on other paths those that are compiled once have one.
+    """
+    call, twin, same_lse = build(hazard)
+    turn = list(HAZARD.values()).index(hazard)
+    if path.name != "direct":
+        turn = COMPILED.index(compiled(hazard))
+    return Trial(in_turn(call, turn), twin and in_turn(twin, turn), same_lse)
+
+
 # --- every path
 
 
@@ -89,7 +103,7 @@ def assert_same_result(call: Call, first: Outcome, second: Outcome) -> None:
     **{"pallas": INTERPRETED, "triton": IN_TRITONS, "dlpack": FEW[:1], "triton-on-jax": FEW[:1]},
 )
 def test_hazard(path, hazard):
-    found = faults(build(hazard), path.run)
+    found = faults(built(path, hazard), path.run)
     assert not found, found
 
 
@@ -112,7 +126,7 @@ def fill_free_memory() -> None:
 @on_every_path(HAZARD, pallas=FEW, triton=FEW)
 def test_two_runs_give_the_same_bits(path, hazard):
     """On a GPU with NaN in all memory that the second run may take for scratch."""
-    call = build(hazard).call
+    call = built(path, hazard).call
     first = path.run(call)
     fill_free_memory()
     assert_same_result(call, first, path.run(call))
@@ -143,7 +157,7 @@ def one_request(call: Call, request: int) -> tuple[Call, slice]:
 
 @on_every_path(ALONE, pallas=ALONE[:1], triton=ALONE[:2])
 def test_a_request_does_not_depend_on_its_batch(path, hazard):
-    call = build(hazard).call
+    call = built(path, hazard).call
     batch = path.run(call)
     for request in range(len(call.block_table)):
         part, rows = one_request(call, request)

@@ -1,9 +1,11 @@
 """Plans: sizes that no array of a test could have, and the default settings."""
 
+from dataclasses import replace
+
 import pytest
 
 from sparse_decode.contract import ArraySpec, check_call
-from sparse_decode.plan import check_offset, default_config, make_plan
+from sparse_decode.plan import SHAPES, check_offset, default_config, make_plan
 
 
 def plan(group_stride, cache):
@@ -96,7 +98,7 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots, by_xla):
     specs = specs_of(rows, slots, cache)
     geometry = check_call(**specs, scale=1.0, clear_inactive=True, splits=1)
     config = default_config(geometry, by_xla)
-    found = config.tile, config.warps, config.stages, config.pieces
+    shape = {name for name, shape in SHAPES.items() if replace(config, **shape._asdict()) == config}
     tokens = slots * 8
 
     def full(programs, least):
@@ -104,19 +106,19 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots, by_xla):
         return splits > 1 and splits * least <= tokens and splits
 
     if rows * -(-tokens // 32) <= 132:
-        assert found == (32, 4, 2, 3)
+        assert shape == {"lone tile"}
     elif rows * config.splits <= 264 and config.splits * 64 >= tokens:
-        assert found == (64, 4, 2, 3)
-    elif fp8 and full(8, 1024):
-        assert (*found, config.splits) == (32, 1, 3, 2, full(8, 1024))
-    elif fp8 and full(6, 512 if by_xla else 1024):
-        assert (*found, config.splits) == (32, 2, 3, 2, full(6, 512))
-    elif fp8 and full(4, 512) and not by_xla:
-        assert (*found, config.splits) == (32, 1, 3, 2, full(4, 512))
+        assert shape == {"large tile"}
+    elif fp8 and (splits := full(6, 512 if by_xla else 1024)):
+        assert (shape, config.splits) == ({"two pieces"}, splits)
+    elif fp8 and (splits := full(4, 256)):
+        assert (shape, config.splits) == ({"usual" if by_xla else "one warp"}, splits)
+    elif fp8 and not by_xla and config.splits * 512 <= tokens:
+        assert shape == {"one warp"}
     elif not fp8 and config.splits * 128 >= tokens:
-        assert found == (16, 2, 3, 3)
+        assert shape == {"small tiles"}
     else:
-        assert found == (32, 2, 3, 3)
+        assert shape == {"usual"}
 
 
 @pytest.mark.parametrize(("splits", "warps"), [(64, 1), (128, 2), (256, 4)])

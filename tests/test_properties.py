@@ -11,6 +11,7 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
+from shapes import in_turn  # noqa: E402
 from strategies import GEOMETRIES, Contents, contents, fill  # noqa: E402
 
 from sparse_decode.hazards import call_faults  # noqa: E402
@@ -38,13 +39,16 @@ each_geometry = pytest.mark.parametrize(
 
 
 def hold_to_the_oracle(case, names: list[str], count: int, record_property) -> None:
-    """Draws `count` different calls of a geometry and runs each through every named path."""
+    """Draws `count` different calls of a geometry and runs each through every named path.
+
+    The geometries take turns with the shapes of a program.
+    """
     ran = set()
 
     @settings(max_examples=count * 3 // 2, derandomize=True, database=None)  # some are drawn twice
     @given(contents=contents)
     def check(contents: Contents) -> None:
-        call = fill(case, contents)
+        call = in_turn(fill(case, contents), GEOMETRIES.index(case))
         outcomes = {name: PATH[name].run(call) for name in names}
         allowed = limits(call)
         for name, outcome in outcomes.items():
