@@ -264,9 +264,8 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         place, regions, peak, total, sums = carry
         ahead = locate(regions), load_regions(tile + 2)
         keys = _load_lines(plan, refs["cache"], place, first, values=False)
-        # Scaled one by one: XLA would make one long chain of products out of a sum of them.
-        parts = (_dot(key, 1, q, 1) * logit_scale for key, q in zip(keys, query, strict=True))
-        logits = functools.reduce(jnp.add, parts)
+        products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
+        logits = functools.reduce(jnp.add, products) * logit_scale
         logits = jnp.where(_once(place, 0)[:, None] >= 0, logits, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(logits, axis=0))
         pivot = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
