@@ -6,6 +6,7 @@ What holds for every hand-over, in both directions:
 - Order. What the sender had queued before the hand-over happens before what the receiver queues
   after it: on CUDA through events between torch's current stream, whichever it is, and JAX's
   streams, and the host does not wait. A CPU has no streams: `to_torch` waits for the array.
+- Device. On a host with several GPUs torch's current device stays what it was.
 - Lifetime. Either side may drop its object at any time. Memory that torch owns returns to torch
   when JAX has dropped the array and finished the work that reads it. Memory that JAX owns returns
   to JAX when torch has dropped the last tensor on it, views of views included, and everything that
@@ -36,7 +37,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +83,31 @@ _DISPATCH = "__torch_dispatch__"
 
 _logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def keeps_device(function: Callable[P, R]) -> Callable[P, R]:
+    """Leaves torch's current device as it was; XLA leaves that on which it has worked last."""
+
+    @functools.wraps(function)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.cuda.is_initialized() or torch.cuda.device_count() < 2:
+            return function(*args, **kwargs)
+        device = torch.cuda.current_device()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.set_device(device)
+
+    return kept
+
 
 class ZeroCopyError(ValueError):
     """The memory cannot be handed over as it is; the message says why and what to do."""
 
 
+@keeps_device
 def to_jax(
     tensor: torch.Tensor, *, int64_as_int32: bool = False, for_kernels: bool = True
 ) -> jax.Array:
@@ -130,6 +151,7 @@ def to_jax(
     return _same_address(array, source.data_ptr(), array.unsafe_buffer_pointer())
 
 
+@keeps_device
 def to_torch(array: jax.Array) -> torch.Tensor:
     """A torch tensor over a JAX array's memory.
 

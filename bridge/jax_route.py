@@ -23,6 +23,7 @@ from sparse_decode.bridge.dlpack import (
     ZeroCopyError,
     address_of,
     check_tensor,
+    keeps_device,
     packed_view,
     settle,
     to_jax,
@@ -90,6 +91,7 @@ class _Program:
     checked: tuple[tuple[int, _Input], ...]
 
 
+@keeps_device
 def run(call: _Call, tensors: Sequence[torch.Tensor]) -> None:
     """Runs a checked call in JAX and writes its result into `output`.
 

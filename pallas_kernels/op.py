@@ -125,7 +125,7 @@ def sparse_decode_attention(
         v_scale: The same for values.
         gate: `[tokens, groups * heads]`, bfloat16, float16 or float32, before its sigmoid; or None.
         return_lse: Whether to return lse as well.
-        config: Launch settings; None takes `default_config`.
+        config: Launch settings; None takes `default_config(..., by_xla=True)`.
         validate: Look for indices that cannot be meant first, and wait for the answer; see
             `sparse_decode.validation.check_indices`. Not where they are traced.
 

@@ -261,6 +261,29 @@ def test_refused_device_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         to_jax(torch.ones(4))
 
 
+@pytest.mark.parametrize("fault", [None, ZeroCopyError("refused")])
+def test_the_current_device_stays(monkeypatch: pytest.MonkeyPatch, fault: Exception | None) -> None:
+    current = [0]
+    gpus = {"is_initialized": lambda: True, "device_count": lambda: 2}
+    gpus |= {"current_device": lambda: current[-1], "set_device": current.append}
+    for name, stand_in in gpus.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    @dlpack.keeps_device
+    def work(value: int) -> int:
+        current.append(1)
+        if fault:
+            raise fault
+        return value
+
+    if fault:
+        with pytest.raises(ZeroCopyError, match="refused"):
+            work(7)
+    else:
+        assert work(7) == 7
+    assert current == [0, 1, 0]
+
+
 def test_refused_copies_behind_our_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_jax_dlpack, "import_capsules", lambda *_: [jnp.ones(16)])
     with pytest.raises(ZeroCopyError, match="disagree about the address"):

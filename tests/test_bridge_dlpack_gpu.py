@@ -53,6 +53,19 @@ def sample(dtype: str, *shape: int) -> torch.Tensor:
 # Layout and dtype.
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_stays() -> None:
+    tensor = torch.arange(64.0, device="cuda:1")
+    array = to_jax(tensor)
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(0):  # work in JAX may leave the other one current
+        doubled = 2 * array
+    back = to_torch(doubled)
+    assert torch.cuda.current_device() == 0
+    assert back.device.index == 1
+    assert torch.equal(back.cpu(), 2 * tensor.cpu())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_keep_address_and_values(dtype: str) -> None:
     tensor = sample(dtype, 4, 6)

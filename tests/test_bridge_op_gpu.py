@@ -538,6 +538,7 @@ def test_threads_on_their_own_streams(calls, expected) -> None:
 def test_device_of_the_tensors_decides(calls, expected) -> None:
     tensors = {name: tensor.to("cuda:1") for name, tensor in tensors_of(calls[0]).items()}
     attend(calls[0], tensors)
+    assert torch.cuda.current_device() == 0
     assert torch.equal(tensors["output"].to("cuda:0"), expected[0])
     page = tensors["cache"][0].numel()
     storage = torch.zeros(len(tensors["cache"]), 2 * page, dtype=torch.uint8, device="cuda:1")
