@@ -120,9 +120,10 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
       32 tokens: so many splits, four warps, to be done sooner.
     - "large tile", with at most 8 heads, two programs a multiprocessor or fewer, and one tile of 64
       tokens for each.
-    - FP8 with at most 8 heads: that of the first line of `_FP8_SHAPES` by which each of at least
-      two splits has enough tokens; all programs then run at a time. "one warp" without such a line,
-      if Triton itself compiles and each program has at least 512 tokens.
+    - FP8 with at most 8 heads and more than two programs a multiprocessor: that of the first line
+      of `_FP8_SHAPES` by which each of at least two splits has enough tokens; all programs then run
+      at a time. "one warp" without such a line, if Triton itself compiles and each program has at
+      least 512 tokens.
     - "small tiles", 16 bits and at most 128 tokens a program.
     - "usual".
 
@@ -138,7 +139,8 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
         rounds = -(-rows * splits // at_once)
         return rounds * (-(-tiles // splits) + 4) + (2.5 if splits > 1 else 0), splits
 
-    splits = min(range(1, min(tiles, 128) + 1), key=estimate)
+    most = min(tiles, 128)
+    splits = min(range(1, most + 1), key=estimate)
     few_heads = geometry.heads <= 8
     few = rows * splits <= at_once // 2 and few_heads
     shape = "usual"
@@ -146,11 +148,11 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
         splits, shape = -(-tokens // 32), "lone tile"
     elif few and splits * 64 >= tokens:
         shape = "large tile"
-    elif geometry.fp8 and few_heads:
+    elif geometry.fp8 and few_heads and not few:
         if not by_xla and splits * 512 <= tokens:
             shape = "one warp"
         for programs, least, name in _FP8_SHAPES[by_xla]:
-            fill = programs * _MULTIPROCESSORS // rows
+            fill = min(programs * _MULTIPROCESSORS // rows, most)
             if fill > 1 and fill * least <= tokens:
                 splits, shape = fill, name
                 break

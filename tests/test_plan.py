@@ -103,15 +103,15 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots, by_xla):
 
     def full(programs, least):
         splits = 132 * programs // rows
-        return splits > 1 and splits * least <= tokens and splits
+        return fp8 and rows >= 3 and splits > 1 and splits * least <= tokens and splits
 
     if rows * -(-tokens // 32) <= 132:
         assert shape == {"lone tile"}
     elif rows * config.splits <= 264 and config.splits * 64 >= tokens:
         assert shape == {"large tile"}
-    elif fp8 and (splits := full(6, 512 if by_xla else 1024)):
+    elif splits := full(6, 512 if by_xla else 1024):
         assert (shape, config.splits) == ({"two pieces"}, splits)
-    elif fp8 and (splits := full(4, 256)):
+    elif splits := full(4, 256):
         assert (shape, config.splits) == ({"usual" if by_xla else "one warp"}, splits)
     elif fp8 and not by_xla and config.splits * 512 <= tokens:
         assert shape == {"one warp"}
@@ -119,6 +119,17 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots, by_xla):
         assert shape == {"small tiles"}
     else:
         assert shape == {"usual"}
+
+
+@pytest.mark.parametrize("by_xla", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_default_settings_of_long_selections(rows, by_xla):
+    """As many splits as combine may have, and two warps for a few programs."""
+    specs = specs_of(rows, 8192, "float8_e4m3fn")
+    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1), by_xla)
+    assert config.splits == 128
+    shape = "usual" if rows < 3 else "two pieces" if by_xla else "one warp"
+    assert config == replace(config, **SHAPES[shape]._asdict())
 
 
 @pytest.mark.parametrize(("splits", "warps"), [(64, 1), (128, 2), (256, 4)])
