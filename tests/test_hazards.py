@@ -157,7 +157,9 @@ def one_request(call: Call, request: int) -> tuple[Call, slice]:
 
 @on_every_path(ALONE, pallas=ALONE[:1], triton=ALONE[:2])
 def test_a_request_does_not_depend_on_its_batch(path, hazard):
-    call = built(path, hazard).call
+    # In the interpreter XLA fuses multiplications with additions or not, as sizes go, and in some
+    # shapes that shows.
+    call = (built(path, hazard) if GPU else build(hazard)).call
     batch = path.run(call)
     for request in range(len(call.block_table)):
         part, rows = one_request(call, request)
