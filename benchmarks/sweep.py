@@ -18,23 +18,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sparse_decode import bench, bench_report, bench_run, tune
+from sparse_decode import bench, bench_report, bench_run, plan, tune
 from sparse_decode.bench_suites import Setting, settings_of
 from sparse_decode.bridge import warmup
 from sparse_decode.contract import MAX_SPLITS, REGION_TOKENS
 from sparse_decode.parity import versions
-from sparse_decode.plan import Config
+from sparse_decode.plan import Config, Shape
 
-# tile, warps, stages, pieces, and shares of the default's splits
+# Shapes, and shares of the default's splits
 SHAPES = (
-    (64, 4, 3, 3, (0.5, 1)),
-    (64, 2, 2, 3, (1, 1.75)),
-    (32, 4, 2, 3, (1,)),
-    (32, 2, 3, 3, (0.5, 1)),
-    (32, 2, 3, 2, (0.75, 1, 1.5)),
-    (32, 2, 2, 3, (1, 2)),
-    (32, 1, 3, 2, (0.5, 1, 2)),
-    (16, 2, 3, 3, (1, 1.5)),
+    (Shape(64, 4, 3, 3), (0.5, 1)),
+    (Shape(64, 2, 2, 3), (1, 1.75)),
+    (plan.SHAPES["lone tile"], (1,)),
+    (plan.SHAPES["usual"], (0.5, 1)),
+    (plan.SHAPES["two pieces"], (0.75, 1, 1.5)),
+    (Shape(32, 2, 2, 3), (1, 2)),
+    (plan.SHAPES["one warp"], (0.5, 1, 2)),
+    (plan.SHAPES["small tiles"], (1, 1.5)),
 )
 SPLITS = (0.5, 0.75, 1.5, 2)  # shares of the default's
 COMBINES = ((1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
@@ -51,9 +51,8 @@ def candidates(setting: Setting, default: Config) -> list[Config]:
         return [dataclasses.replace(config, splits=splits) for splits in near]
 
     found = [default]
-    for tile, warps, stages, pieces, shares in SHAPES:
-        shape = dataclasses.replace(default, tile=tile, warps=warps, stages=stages, pieces=pieces)
-        found += with_splits(shape, shares)
+    for shape, shares in SHAPES:
+        found += with_splits(dataclasses.replace(default, **shape._asdict()), shares)
     found += with_splits(default, SPLITS)
     found += [
         dataclasses.replace(default, combine_warps=warps, combine_width=width)

@@ -367,12 +367,10 @@ def plan_call(
     cache: jax.Array | PackedCache, geometry: Geometry, specs: dict[str, ArraySpec], **options: Any
 ) -> Plan:
     """`make_plan` for either kind of cache; refuses a known offset that is out of reach."""
-    options["by_xla"] = True
-    if not isinstance(cache, PackedCache):
-        return make_plan(geometry, specs, **options)
-    page = specs["cache"].stride(0)
-    plan = make_plan(geometry, specs, **options, cache_unit=cache.offset_unit, cache_page=page)
-    if not isinstance(cache.offset, jax.Array):
+    if isinstance(cache, PackedCache):
+        options |= {"cache_unit": cache.offset_unit, "cache_page": specs["cache"].stride(0)}
+    plan = make_plan(geometry, specs, **options, by_xla=True)
+    if isinstance(cache, PackedCache) and not isinstance(cache.offset, jax.Array):
         check_offset(int(cache.offset), plan.last_offset)
     return plan
 

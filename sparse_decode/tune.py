@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sparse_decode import plan
 from sparse_decode._files import replace_file
 from sparse_decode.bench_suites import Setting
 from sparse_decode.contract import MAX_SPLITS, REGION_TOKENS
-from sparse_decode.plan import Config
+from sparse_decode.plan import Config, Shape
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,15 +29,14 @@ if TYPE_CHECKING:
 
 FORMAT = "sparse_decode configs 1"
 
-# (tile, warps, stages, pieces) and shares of the default's splits that are tried first ...
+# Shapes and shares of the default's splits that are tried first ...
 SHAPES = (
-    (64, 4, 3, 3),
-    (64, 2, 2, 3),
-    (32, 4, 2, 3),
-    (32, 2, 3, 3),
-    (32, 2, 3, 2),
-    (32, 1, 3, 2),
-    (16, 2, 3, 3),
+    Shape(64, 4, 3, 3),
+    Shape(64, 2, 2, 3),
+    *(
+        plan.SHAPES[name]
+        for name in ("lone tile", "usual", "two pieces", "one warp", "small tiles")
+    ),
 )
 SPLITS = (0.5, 0.75, 1, 1.5, 2)
 # ... then, with the best of these, stages, and last (combine_warps, combine_width).
@@ -198,14 +198,11 @@ def splits_near(default: Config, share: float, most: int) -> int:
 def candidates(default: Config, slots: int) -> list[Config]:
     """The settings that are tried first: shapes of a program, and splits around the default's."""
     found = {default: None}
-    for tile, warps, stages, pieces in SHAPES:
-        most = min(MAX_SPLITS, -(-slots * REGION_TOKENS // tile))
+    for shape in SHAPES:
+        most = min(MAX_SPLITS, -(-slots * REGION_TOKENS // shape.tile))
         for share in SPLITS:
             splits = splits_near(default, share, most)
-            config = dataclasses.replace(
-                default, splits=splits, tile=tile, warps=warps, stages=stages, pieces=pieces
-            )
-            found[config] = None
+            found[dataclasses.replace(default, splits=splits, **shape._asdict())] = None
     return [*found]
 
 

@@ -89,9 +89,8 @@ def built(path, hazard) -> Trial:
     Directly each hazard has its turn; on other paths those that are compiled once have one.
     """
     call, twin, same_lse = build(hazard)
-    turn = list(HAZARD.values()).index(hazard)
-    if path.name != "direct":
-        turn = COMPILED.index(compiled(hazard))
+    direct = path.name == "direct"
+    turn = [*HAZARD].index(hazard.name) if direct else COMPILED.index(compiled(hazard))
     return Trial(in_turn(call, turn), twin and in_turn(twin, turn), same_lse)
 
 
