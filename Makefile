@@ -30,15 +30,14 @@ demo-gpu: links ## The same with PYTHON=... as it is (JAX and PyTorch with CUDA)
 test: $(VENV)/.installed ## Set up, then run every test that needs no GPU; ARGS='-k name' selects
 	CUDA_VISIBLE_DEVICES= $(RUN) -m pytest -n 2 --dist worksteal --timeout 600 -m "not gpu" $(ARGS)
 
-# The tests marked gpu in three phases: those that mind no company, side by side; those that want the
-# machine for themselves; soak and sanitizer. A phase in which no test is found fails, unless ARGS
-# select and another phase has some. PHASES=serial runs one of them alone.
+# The tests marked gpu in two phases: those that mind no company, side by side, and those that want
+# the machine for themselves. A phase in which no test is found fails, unless ARGS select and the
+# other phase has some. PHASES=serial runs one of them alone.
 WORKERS      ?= $(shell cores=$$(nproc); echo $$((cores < 12 ? cores : 12)))
 SOAK_MINUTES ?= 10
-PHASES       ?= parallel serial long
-parallel     := -n $(WORKERS) --dist worksteal -m 'gpu and not serial and not long'
+PHASES       ?= parallel serial
+parallel     := -n $(WORKERS) --dist worksteal -m 'gpu and not serial'
 serial       := -m 'gpu and serial'
-long         := -n 6 --dist worksteal -m 'gpu and long'
 GPU_TESTS     = SPARSE_DECODE_GPU_TESTS=1 SPARSE_DECODE_SOAK_MINUTES=$(SOAK_MINUTES) \
 	$(RUN_BARE) -m pytest
 
@@ -49,7 +48,7 @@ test-gpu: links ## Run every GPU test with PYTHON=... as it is, no install; PHAS
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 # pytest's status is 5 where no test was found.
-run_phase = $(if $($(1)),,$(error PHASES: expected parallel, serial or long, got $(1))) \
+run_phase = $(if $($(1)),,$(error PHASES: expected parallel or serial, got $(1))) \
 	echo "--- $(1)"; $(GPU_TESTS) $($(1)) $(ARGS); \
 	case $$? in 0) found=1;; 5) $(if $(ARGS),,failed="$$failed $(1)");; \
 	*) found=1; failed="$$failed $(1)";; esac

@@ -303,7 +303,6 @@ def _call(
             clear_inactive=clear_inactive,
             config=config,
             splits=splits,
-            by_xla=route == "dlpack",
         )
     names = tuple(name for name in ARRAY_NAMES if name in specs)
     pick = operator.itemgetter(*(ARRAY_NAMES.index(name) for name in names))

@@ -64,12 +64,18 @@ def _divide(value: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     return lax.div(value, jnp.int32(divisor)), lax.rem(value, jnp.int32(divisor))
 
 
-def _load_index(ref, lead: tuple, last, wide: bool, **masking) -> jax.Array:
-    """Loads int32, or int64 pairs: what exceeds int32 becomes the nearest int32."""
+def _load_words(ref, lead: tuple, last, wide: bool, **masking) -> tuple[jax.Array, ...]:
+    """Loads an index as it is: int32, or the low and the high half of int64."""
     if not wide:
-        return plt.load(ref.at[*lead, last], **masking)
-    low = plt.load(ref.at[*lead, 2 * last], **masking)
-    high = plt.load(ref.at[*lead, 2 * last + 1], **masking)
+        return (plt.load(ref.at[*lead, last], **masking),)
+    return tuple(plt.load(ref.at[*lead, 2 * last + half], **masking) for half in (0, 1))
+
+
+def _index(words: tuple[jax.Array, ...]) -> jax.Array:
+    """The index that was loaded: what exceeds int32 becomes the nearest int32."""
+    if len(words) == 1:
+        return words[0]
+    low, high = words
     fits = high == (low >> 31)
     return jnp.where(fits, low, jnp.where(high < 0, jnp.int32(-(2**31)), jnp.int32(2**31 - 1)))
 
@@ -98,10 +104,10 @@ def _first_element(plan: Plan, refs, row) -> jax.Array:
     return first + lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
 
 
-def _load_regions(plan: Plan, refs, row, first_slot) -> jax.Array:
-    """Loads the region of each of the tile's tokens; -1 past the last slot."""
+def _load_regions(plan: Plan, refs, row, first_slot) -> tuple[jax.Array, ...]:
+    """Loads the words of the region of each of the tile's tokens; -1 past the last slot."""
     slot = first_slot + (jnp.arange(plan.config.tile, dtype=jnp.int32) >> 3)
-    return _load_index(
+    return _load_words(
         refs["regions"],
         (_line(row, plan.regions_stride),),
         slot,
@@ -111,21 +117,27 @@ def _load_regions(plan: Plan, refs, row, first_slot) -> jax.Array:
     )
 
 
-def _locate(plan: Plan, refs, row, region, position) -> jax.Array:
+def _load_pages(plan: Plan, refs, row, region, position) -> tuple[jax.Array, jax.Array]:
+    """Loads each token's page, -1 if it is not attended; with it comes the token of the page."""
+    geometry = plan.geometry
+    token = region * REGION_TOKENS + (jnp.arange(plan.config.tile, dtype=jnp.int32) & 7)
+    logical, in_page = _divide(token, geometry.page_size)
+    request = lax.div(row, jnp.int32(geometry.rows_per_request))
+    page = plt.load(
+        refs["block_table"].at[_line(request, plan.table_stride), logical],
+        mask=_within(region, geometry.max_regions) & (token <= position),
+        other=-1,
+    )
+    return page, in_page
+
+
+def _locate(plan: Plan, page, in_page) -> jax.Array:
     """Places of the tile's tokens in the cache, `page * page_size + token of the page`.
 
     -1 for a token that is not attended.
     """
     geometry = plan.geometry
-    token = region * REGION_TOKENS + (jnp.arange(plan.config.tile, dtype=jnp.int32) & 7)
-    valid = _within(region, geometry.max_regions) & (token <= position)
-    logical, in_page = _divide(token, geometry.page_size)
-    request = lax.div(row, jnp.int32(geometry.rows_per_request))
-    page = plt.load(
-        refs["block_table"].at[_line(request, plan.table_stride), logical], mask=valid, other=-1
-    )
-    valid = valid & _within(page, geometry.pages)
-    return jnp.where(valid, page * geometry.page_size + in_page, -1)
+    return jnp.where(_within(page, geometry.pages), page * geometry.page_size + in_page, -1)
 
 
 def _once(x: jax.Array, axis: int) -> jax.Array:
@@ -237,7 +249,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     # so that active rows are spread evenly wherever padding stands; and which of them comes first
     # changes from row to row, so that the longer splits are spread as well.
     _, split = _divide(turn + row + _divide(row, config.splits)[0], config.splits)
-    position = _load_index(refs["positions"], (), row, plan.wide_positions)
+    position = _index(_load_words(refs["positions"], (), row, plan.wide_positions))
     active = refs["active"][row]
     live = _live_slots(position, active, geometry.slots)
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
@@ -250,19 +262,21 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     value_dims = _dims(plan, plan.value_pieces)
     logit_scale = plan.scale * LOG2_E
     if geometry.fp8:
-        logit_scale = logit_scale * refs["k_scale"][0]
+        logit_scale, v_scale = logit_scale * refs["k_scale"][0], refs["v_scale"][0]
 
     def load_regions(tile):
         return _load_regions(plan, refs, row, geometry.slots - live + tile * config.tile_regions)
 
-    def locate(regions):
-        return _locate(plan, refs, row, regions, position)
+    def load_pages(regions):
+        return _load_pages(plan, refs, row, _index(regions), position)
 
     def attend(tile, carry):
-        # Indices are loaded ahead of the lines: the places of the next tile, the regions of the
-        # one after it.
-        place, regions, peak, total, sums = carry
-        ahead = locate(regions), load_regions(tile + 2)
+        # The pages of the next tile and the regions of the one after it are loaded here and looked
+        # at in the next turn. What a turn hands on is its own: Triton does not pipeline a loop that
+        # hands on what it was given, as the regions would be.
+        pages, regions, peak, total, sums = carry
+        place = _locate(plan, *pages)
+        ahead = load_pages(regions), load_regions(tile + 2)
         keys = _load_lines(plan, refs["cache"], place, first, values=False)
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
@@ -288,14 +302,15 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     share, rest = _divide(tiles, config.splits)
     begin = split * share + jnp.minimum(split, rest)
     end = begin + share + (split < rest).astype(jnp.int32)
-    first_tiles = locate(load_regions(begin)), load_regions(begin + 1)
-    *_, peak, total, sums = lax.fori_loop(begin, end, attend, (*first_tiles, *empty))
+    regions = load_regions(begin), load_regions(begin + 1)
+    indices = load_pages(regions[0]), regions[1]
+    *_, peak, total, sums = lax.fori_loop(begin, end, attend, (*indices, *empty))
     total = _release(plan, jnp.sum(total, axis=0) if by_token else total)
 
     none = total == 0
     norm = 1.0 / jnp.where(none, 1.0, total)
     if geometry.fp8:
-        norm = norm * refs["v_scale"][0]
+        norm = norm * v_scale
     norm = jnp.where(none, 0.0, norm)
     lse = jnp.where(none, -jnp.inf, peak + jnp.log2(jnp.where(none, 1.0, total)))
     head = jnp.arange(heads, dtype=jnp.int32)

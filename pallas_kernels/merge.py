@@ -56,7 +56,7 @@ def partial_attention(
         splits: Programs that share a row; None leaves it to `config`.
         k_scale: One float32, with an FP8 cache.
         v_scale: The same for values.
-        config: Launch settings; None takes `default_config(..., by_xla=True)`.
+        config: Launch settings; None takes `default_config`.
 
     Returns:
         `[rows, heads, 192]` and natural-log lse `[rows, heads]`, both float32, as `merge` takes

@@ -125,7 +125,7 @@ def sparse_decode_attention(
         v_scale: The same for values.
         gate: `[tokens, groups * heads]`, bfloat16, float16 or float32, before its sigmoid; or None.
         return_lse: Whether to return lse as well.
-        config: Launch settings; None takes `default_config(..., by_xla=True)`.
+        config: Launch settings; None takes `default_config`.
         validate: Look for indices that cannot be meant first, and wait for the answer; see
             `sparse_decode.validation.check_indices`. Not where they are traced.
 
@@ -369,7 +369,7 @@ def plan_call(
     """`make_plan` for either kind of cache; refuses a known offset that is out of reach."""
     if isinstance(cache, PackedCache):
         options |= {"cache_unit": cache.offset_unit, "cache_page": specs["cache"].stride(0)}
-    plan = make_plan(geometry, specs, **options, by_xla=True)
+    plan = make_plan(geometry, specs, **options)
     if isinstance(cache, PackedCache) and not isinstance(cache.offset, jax.Array):
         check_offset(int(cache.offset), plan.last_offset)
     return plan

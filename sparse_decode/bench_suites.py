@@ -123,7 +123,7 @@ SUITES: dict[str, tuple[Setting, ...]] = {
     "fp16": tuple(replace(s, cache=CACHES["fp16"]) for s in _both(requests=64)[:1]),
 }
 SUITES["full"] = tuple(setting for suite in SUITES.values() for setting in suite)
-SUITES["rows"] = _at_rows((2, 4, 8, 32, 128, 512)) + _at_rows((64, 128), context=200)
+SUITES["rows"] = _at_rows((2, 4, 8, 32, 128, 384, 512)) + _at_rows((64, 128), context=200)
 SUITES["smoke"] = tuple(replace(s, context=4096, slots=65) for s in _both(requests=2))
 
 

@@ -93,21 +93,9 @@ SHAPES = {
 
 _MULTIPROCESSORS = 132  # of an H200
 
-# FP8 with at most 8 heads, direct and by XLA: programs a multiprocessor, and the tokens that each
-# must have at least to be of that shape.
-_FP8_SHAPES = {
-    False: ((6, 1024, "two pieces"), (4, 256, "one warp")),
-    True: ((6, 512, "two pieces"), (4, 256, "usual")),
-}
 
-
-def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
+def default_config(geometry: Geometry) -> Config:
     """Settings for a call's sizes, as runs on an H200 found them.
-
-    Args:
-        geometry: From `contract.check_call`.
-        by_xla: Whether XLA compiles the kernels, as it does for calls in JAX and over DLPack; or
-            Triton itself, for direct launches.
 
     With four small programs at a time on each of the H200's 132 multiprocessors, the splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
@@ -120,11 +108,11 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
       32 tokens: so many splits, four warps, to be done sooner.
     - "large tile", with at most 8 heads, two programs a multiprocessor or fewer, and one tile of 64
       tokens for each.
-    - FP8 with at most 8 heads and more than two programs a multiprocessor: that of the first line
-      of `_FP8_SHAPES` by which each of at least two splits has enough tokens; all programs then run
-      at a time. "one warp" without such a line, if Triton itself compiles and each program has at
-      least 512 tokens.
-    - "small tiles", 16 bits and at most 128 tokens a program.
+    - FP8 with at most 8 heads and more than two programs a multiprocessor: "one warp", four of them
+      a multiprocessor, if at most a fifth of these are missing and each has 256 tokens; else "two
+      pieces", six of them, if each has 512; else "one warp" if each has 512.
+    - "small tiles", 16 bits, more than one split and, with at most 8 heads, more than two programs
+      a multiprocessor.
     - "usual".
 
     Combine has a program for every 64 dims while rows times heads are few, and more warps the more
@@ -149,14 +137,14 @@ def default_config(geometry: Geometry, by_xla: bool = False) -> Config:
     elif few and splits * 64 >= tokens:
         shape = "large tile"
     elif geometry.fp8 and few_heads and not few:
-        if not by_xla and splits * 512 <= tokens:
+        four, six = (min(programs * _MULTIPROCESSORS // rows, most) for programs in (4, 6))
+        if rows * four >= 0.8 * at_once and four * 256 <= tokens:
+            splits, shape = four, "one warp"
+        elif six and six * 512 <= tokens:
+            splits, shape = six, "two pieces"
+        elif splits * 512 <= tokens:
             shape = "one warp"
-        for programs, least, name in _FP8_SHAPES[by_xla]:
-            fill = min(programs * _MULTIPROCESSORS // rows, most)
-            if fill > 1 and fill * least <= tokens:
-                splits, shape = fill, name
-                break
-    elif not geometry.fp8 and splits * 128 >= tokens:
+    elif not geometry.fp8 and not few and splits > 1:
         shape = "small tiles"
     return Config(
         splits=splits,
@@ -283,7 +271,6 @@ def make_plan(
     return_lse: bool = False,
     config: Config | None = None,
     splits: int | None = None,
-    by_xla: bool = False,
     cache_unit: int = 0,
     cache_page: int = 0,
     cache_is_even: bool = True,
@@ -298,7 +285,6 @@ def make_plan(
         return_lse: Whether natural-log lse is wanted.
         config: Launch settings; None takes `default_config`.
         splits: Overrides the splits of `config` if not None.
-        by_xla: As in `default_config`.
         cache_unit: For a cache inside larger pages, what each offset into them is a multiple of, in
             elements.
         cache_page: The size of these larger pages, in elements.
@@ -308,7 +294,7 @@ def make_plan(
         NotImplementedError: The cache has 2**31 tokens or more, an FP8 cache in odd strides spans
             more than 2 GiB, or what belongs to one page or row reaches over 2**31 elements or more.
     """
-    given, config = config, config or default_config(geometry, by_xla)
+    given, config = config, config or default_config(geometry)
     if splits is not None:
         warps = given.combine_warps if given else _combine_warps(int(splits))
         config = replace(config, splits=int(splits), combine_warps=warps)

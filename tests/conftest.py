@@ -62,6 +62,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if GPU:
         return
     skip = pytest.mark.skip(reason="no CUDA GPU is visible")

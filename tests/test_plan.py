@@ -88,47 +88,62 @@ def specs_of(rows, slots, cache):
     return specs
 
 
-@pytest.mark.parametrize("by_xla", [False, True])
 @pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 256, 600])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 140, 256, 384, 600, 1024])
 @pytest.mark.parametrize("slots", [1, 7, 9, 24, 25, 64, 513, 1025])
-def test_default_settings_are_those_of_the_table(cache, rows, slots, by_xla):
+def test_default_settings_are_those_of_the_table(cache, rows, slots):
     """The table of `docs/performance.md`."""
     fp8 = cache == "float8_e4m3fn"
     specs = specs_of(rows, slots, cache)
     geometry = check_call(**specs, scale=1.0, clear_inactive=True, splits=1)
-    config = default_config(geometry, by_xla)
+    config = default_config(geometry)
     shape = {name for name, shape in SHAPES.items() if replace(config, **shape._asdict()) == config}
     tokens = slots * 8
 
-    def full(programs, least):
-        splits = 132 * programs // rows
-        return fp8 and rows >= 3 and splits > 1 and splits * least <= tokens and splits
-
+    four, six = (programs * 132 // rows for programs in (4, 6))
     if rows * -(-tokens // 32) <= 132:
         assert shape == {"lone tile"}
     elif rows * config.splits <= 264 and config.splits * 64 >= tokens:
         assert shape == {"large tile"}
-    elif splits := full(6, 512 if by_xla else 1024):
-        assert (shape, config.splits) == ({"two pieces"}, splits)
-    elif splits := full(4, 256):
-        assert (shape, config.splits) == ({"usual" if by_xla else "one warp"}, splits)
-    elif fp8 and not by_xla and config.splits * 512 <= tokens:
+    elif fp8 and rows > 1 and four * rows >= 423 and four * 256 <= tokens:
+        assert (shape, config.splits) == ({"one warp"}, four)
+    elif fp8 and rows > 1 and six and six * 512 <= tokens:
+        assert (shape, config.splits) == ({"two pieces"}, six)
+    elif fp8 and rows > 1 and config.splits * 512 <= tokens:
         assert shape == {"one warp"}
-    elif not fp8 and config.splits * 128 >= tokens:
+    elif not fp8 and config.splits > 1 and rows * config.splits > 264:
         assert shape == {"small tiles"}
     else:
         assert shape == {"usual"}
 
 
-@pytest.mark.parametrize("by_xla", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "splits", "shape"),
+    [
+        (32, 16, "one warp"),
+        (64, 8, "one warp"),
+        (96, 5, "one warp"),
+        (140, 5, "two pieces"),
+        (256, 2, "one warp"),
+        (384, 2, "two pieces"),
+        (512, 1, "one warp"),
+        (600, 1, "two pieces"),
+        (1024, 1, "one warp"),
+    ],
+)
+def test_programs_of_fp8_fill_the_gpu(rows, splits, shape):
+    specs = specs_of(rows, 513, "float8_e4m3fn")
+    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    assert config == replace(config, splits=splits, **SHAPES[shape]._asdict())
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_default_settings_of_long_selections(rows, by_xla):
+def test_default_settings_of_long_selections(rows):
     """As many splits as combine may have, and two warps for a few programs."""
     specs = specs_of(rows, 8192, "float8_e4m3fn")
-    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1), by_xla)
+    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
     assert config.splits == 128
-    shape = "usual" if rows < 3 else "two pieces" if by_xla else "one warp"
+    shape = "usual" if rows < 3 else "two pieces"
     assert config == replace(config, **SHAPES[shape]._asdict())
 
 

@@ -74,7 +74,6 @@ def sanitizer(tool: str, *options: str) -> tuple[str, ...]:
 
 
 @pytest.mark.gpu
-@pytest.mark.long
 @needs_sanitizer
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tool", CLEAN)
@@ -90,7 +89,6 @@ def test_nothing_is_found(tool, path, sanitized):
 
 
 @pytest.mark.gpu
-@pytest.mark.long
 @needs_sanitizer
 @pytest.mark.parametrize("only", [(), PALLAS_ONLY], ids=["all", "ours"])
 @pytest.mark.parametrize(
