@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from sparse_decode.bridge import compile as compiling  # noqa: E402
 from sparse_decode.bridge.lowering import lower  # noqa: E402
-from sparse_decode.contract import ArraySpec, check_call  # noqa: E402
+from sparse_decode.contract import CACHE_DIM, ArraySpec, check_call  # noqa: E402
 from sparse_decode.pallas_kernels.kernels import attend  # noqa: E402
 from sparse_decode.plan import SHAPES, Config, make_plan  # noqa: E402
 
@@ -90,15 +90,18 @@ def test_kernels_compile_without_spills(arch, cache, heads, splits, index):
         assert taken.registers <= 255
 
 
+@pytest.mark.parametrize("index", ["int32", "int64"])
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_of_the_default_settings(cache, name):
+def test_shapes_of_the_default_settings(cache, name, index):
     shape = SHAPES[name]
     config = Config(4, **shape._asdict())
-    split, _ = program_of(90, cache, 8, 4, "int32", config).calls
+    split, _ = program_of(90, cache, 8, 4, index, config).calls
     taken = compiling.resources(compiling.compile_kernel(split, 90))
     assert (split.num_warps, split.num_stages) == (shape.warps, shape.stages)
     assert taken.spilled == 0
+    tile = shape.tile * CACHE_DIM * (1 if cache == "float8_e4m3fn" else 2)
+    assert taken.shared >= (shape.stages - 1) * tile, "lines are not in flight: no pipeline"
     programs = 2 if shape.warps == 4 else 4
     if cache == "float8_e4m3fn" and name == "two pieces":
         programs = 6
