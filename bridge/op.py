@@ -82,8 +82,7 @@ def sparse_decode_attention(
         route: "direct" launches on torch's current stream and can be captured in a CUDA graph once
             such a call was made or warmed up before. "dlpack" runs in JAX, ordered with torch's
             current stream; on CPU tensors it runs Pallas' interpreter and copies the result.
-        config: Launch settings; None takes what `sparse_decode.plan.default_config` has for the
-            route.
+        config: Launch settings; None takes `sparse_decode.plan.default_config`.
         validate: Look for indices that cannot be meant first, and wait for the answer; see
             `sparse_decode.validation.check_indices`. Not in a CUDA graph or a compiled function.
 

@@ -97,6 +97,9 @@ _MULTIPROCESSORS = 132  # of an H200
 def default_config(geometry: Geometry) -> Config:
     """Settings for a call's sizes, as runs on an H200 found them.
 
+    Args:
+        geometry: From `contract.check_call`.
+
     With four small programs at a time on each of the H200's 132 multiprocessors, the splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
     the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
@@ -134,9 +137,9 @@ def default_config(geometry: Geometry) -> Config:
     shape = "usual"
     if few and rows * -(-tokens // 32) <= _MULTIPROCESSORS:
         splits, shape = -(-tokens // 32), "lone tile"
-    elif few and splits * 64 >= tokens:
-        shape = "large tile"
-    elif geometry.fp8 and few_heads and not few:
+    elif few:
+        shape = "large tile" if splits * 64 >= tokens else "usual"
+    elif geometry.fp8 and few_heads:
         four, six = (min(programs * _MULTIPROCESSORS // rows, most) for programs in (4, 6))
         if rows * four >= 0.8 * at_once and four * 256 <= tokens:
             splits, shape = four, "one warp"
@@ -144,7 +147,7 @@ def default_config(geometry: Geometry) -> Config:
             splits, shape = six, "two pieces"
         elif splits * 512 <= tokens:
             shape = "one warp"
-    elif not geometry.fp8 and not few and splits > 1:
+    elif not geometry.fp8 and splits > 1:
         shape = "small tiles"
     return Config(
         splits=splits,
