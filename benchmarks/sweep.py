@@ -34,7 +34,10 @@ SHAPES = (
     (plan.SHAPES["two pieces"], (0.75, 1, 1.5)),
     (Shape(32, 2, 2, 3), (1, 2)),
     (plan.SHAPES["one warp"], (0.5, 1, 2)),
-    (plan.SHAPES["small tiles"], (1, 1.5)),
+    (plan.SHAPES["small tiles"], (0.75, 1, 1.5, 2)),
+    (plan.SHAPES["two pieces in parts"], (0.5, 1, 1.5)),
+    (plan.SHAPES["small tiles in parts"], (0.5, 0.75, 1, 1.5)),
+    (Shape(32, 2, 3, 3, parts=4), (0.5, 1)),
 )
 SPLITS = (0.5, 0.75, 1.5, 2)  # shares of the default's
 COMBINES = ((1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
@@ -52,7 +55,11 @@ def candidates(setting: Setting, default: Config) -> list[Config]:
 
     found = [default]
     for shape, shares in SHAPES:
-        found += with_splits(dataclasses.replace(default, **shape._asdict()), shares)
+        configs = with_splits(dataclasses.replace(default, **shape._asdict()), shares)
+        if shape.parts > 1:  # only where these can be lent and are a tile at least
+            least = tokens // (shape.tile * shape.parts)
+            configs = [c for c in configs if not setting.rows % 4 and c.splits <= least]
+        found += configs
     found += with_splits(default, SPLITS)
     found += [
         dataclasses.replace(default, combine_warps=warps, combine_width=width)
@@ -100,7 +107,7 @@ def table(results: list[dict[str, Any]]) -> Table:
             microseconds = config.pop("microseconds")
             cells += ["/".join(map(str, config.values())), f"{microseconds:.1f}"]
         view.add_row(result["name"], str(len(result["first"])), *cells, f"{result['excess']:.1%}")
-    view.caption = "splits/tile/warps/stages/combine_warps/combine_width/pieces"
+    view.caption = "splits/tile/warps/stages/combine_warps/combine_width/pieces/parts"
     return view
 
 

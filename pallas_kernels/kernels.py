@@ -1,9 +1,10 @@
 """Split and combine as Pallas kernels for JAX's Triton backend.
 
 Split, grid (rows * splits): one program attends with all heads of a row to one share of its live
-slots, a tile of tokens at a time, and writes either the output (one split) or a normalised float32
-partial `[rows, splits, heads, 192]` with its base-2 lse. Combine, grid (rows, heads, parts of the
-192 dims): merges the partials.
+slots, a tile of tokens at a time, and writes either the output (one split) or a float32 partial
+`[rows, splits, heads, 192]` with its sum of weights and their base-2 exponent. Combine, grid (rows,
+heads, shares of the 192 dims): merges the partials. Where many rows may be inactive, their programs
+help others (see "lending").
 
 Two things differ from the Triton path:
 
@@ -21,9 +22,11 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -227,6 +230,104 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
     return pieces
 
 
+# --- attention so far
+
+
+class _State(NamedTuple):
+    """Attention to some of a row's tokens.
+
+    Weights are relative to a whole power of two, so that scaling by another is exact, and merging
+    gives the same bits wherever it takes place.
+
+    Attributes:
+        peak: `[heads]`, base-2 exponent of weight 1: the largest logit, rounded up; -inf if none.
+        total: `[heads]` or, by token, `[tile, heads]`: sum of weights.
+        sums: `[dims, heads]` pieces: values, weighted and summed.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    sums: tuple[jax.Array, ...]
+
+
+def _merge(one: _State, other: _State) -> _State:
+    """Attention to the tokens of both; an empty state changes nothing."""
+    peak = jnp.maximum(one.peak, other.peak)
+    pivot = jnp.where(peak == -jnp.inf, 0.0, peak)
+
+    def scale(state):
+        exponent = jnp.clip(state.peak - pivot, -127, 0).astype(jnp.int32)
+        return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+    ours, theirs = scale(one), scale(other)
+    sums = (a * ours + b * theirs for a, b in zip(one.sums, other.sums, strict=True))
+    return _State(peak, one.total * ours + other.total * theirs, tuple(sums))
+
+
+# --- lending
+#
+# A split is attended to in parts. Four rows, a quarter of the batch apart, are mates: programs of
+# inactive ones take parts of active ones over. A row that is alone has one of its four parts
+# attended to by each mate's program; of two, each has its last two parts attended to by one mate's.
+# Of three, each does all of its own. What comes of a part, and what is merged with what, is the
+# same whoever attends to it.
+
+
+def _mates(plan: Plan, row: jax.Array) -> list[jax.Array]:
+    """The row and its mates. The i-th mate of a row's i-th mate is the row."""
+    if not plan.lends:
+        return [row]
+    quarter = plan.geometry.rows // 4
+    member, first = _divide(row, quarter)
+    return [first + (member ^ other) * quarter for other in range(4)]
+
+
+def _company(active: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether none, one or two of a row's mates are active, of which `active` tells after it."""
+    _, a, b, c = active
+    odd = a ^ b ^ c
+    return ~(a | b | c), odd & ~(a & b & c), (a | b | c) & ~odd
+
+
+def _share_out(plan: Plan, active: list[jax.Array], *values: list[jax.Array]):
+    """What the program of a row attends to.
+
+    Args:
+        plan: What is static.
+        active: Whether the row and each of its mates is active.
+        values: Lists of what belongs to the row and to each of its mates.
+
+    Returns:
+        Whether there is anything; the values of the row that it belongs to; the first part, and
+        that after the last.
+    """
+    if not plan.lends:
+        return active[0], [value[0] for value in values], 0, 4
+    none, one, two = _company(active)
+    helps = ~active[0] & (one | two)
+
+    def first_active(choices):
+        return jnp.where(active[1], choices[1], jnp.where(active[2], choices[2], choices[3]))
+
+    chosen = [jnp.where(helps, first_active(value), value[0]) for value in values]
+    # Pallas would take a Python number for a truth value here.
+    count = [np.int32(number) for number in range(5)]
+    begin = jnp.where(helps, jnp.where(one, first_active(count), count[2]), count[0])
+    single, double = jnp.where(helps, one, none), jnp.where(helps, two, one)
+    parts = jnp.where(single, count[1], jnp.where(double, count[2], count[4]))
+    return active[0] | helps, chosen, begin, begin + parts
+
+
+def _helpers(mates: list[jax.Array], active: list[jax.Array]):
+    """Whether a row is helped; who attends to its other parts, in their order, and whether it does.
+
+    What is attended to together comes with the first of it.
+    """
+    none, one, _ = _company(active)
+    third = jnp.where(none | active[1], mates[2], mates[1])
+    return active[0] & (none | one), ((mates[1], none), (third, True), (mates[3], none))
+
+
 # --- split
 
 
@@ -244,13 +345,18 @@ def _dot(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
 def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     refs = dict(zip(names, args, strict=True))
     geometry, config = plan.geometry, plan.config
-    row, turn = _divide(_wait(plan, pl.program_id(0)), config.splits)
+    own, turn = _divide(_wait(plan, pl.program_id(0)), config.splits)
     # Programs go round the multiprocessors in order. The splits of a row come next to each other,
     # so that active rows are spread evenly wherever padding stands; and which of them comes first
     # changes from row to row, so that the longer splits are spread as well.
-    _, split = _divide(turn + row + _divide(row, config.splits)[0], config.splits)
-    position = _index(_load_words(refs["positions"], (), row, plan.wide_positions))
-    active = refs["active"][row]
+    _, split = _divide(turn + own + _divide(own, config.splits)[0], config.splits)
+    mates = _mates(plan, own)
+    positions = [
+        _index(_load_words(refs["positions"], (), mate, plan.wide_positions)) for mate in mates
+    ]
+    active, (row, position), first_part, after_part = _share_out(
+        plan, [refs["active"][mate] for mate in mates], mates, positions
+    )
     live = _live_slots(position, active, geometry.slots)
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
     first = _first_element(plan, refs, row)
@@ -262,7 +368,9 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     value_dims = _dims(plan, plan.value_pieces)
     logit_scale = plan.scale * LOG2_E
     if geometry.fp8:
-        logit_scale, v_scale = logit_scale * refs["k_scale"][0], refs["v_scale"][0]
+        logit_scale = logit_scale * refs["k_scale"][0]
+    if not config.combines:
+        v_scale = _value_scale(plan, refs)
 
     def load_regions(tile):
         return _load_regions(plan, refs, row, geometry.slots - live + tile * config.tile_regions)
@@ -270,67 +378,110 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     def load_pages(regions):
         return _load_pages(plan, refs, row, _index(regions), position)
 
+    def empty(by_token=False):
+        return _State(
+            jnp.full((heads,), -jnp.inf, jnp.float32),
+            jnp.zeros((config.tile, heads) if by_token else (heads,), jnp.float32),
+            tuple(jnp.zeros((dims.size, heads), jnp.float32) for dims in value_dims),
+        )
+
+    def summed(state):
+        return state._replace(total=jnp.sum(state.total, axis=0)) if by_token else state
+
     def attend(tile, carry):
         # The pages of the next tile and the regions of the one after it are loaded here and looked
         # at in the next turn. What a turn hands on is its own: Triton does not pipeline a loop that
         # hands on what it was given, as the regions would be.
-        pages, regions, peak, total, sums = carry
+        pages, regions, state, *aside = carry
         place = _locate(plan, *pages)
         ahead = load_pages(regions), load_regions(tile + 2)
         keys = _load_lines(plan, refs["cache"], place, first, values=False)
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
         logits = jnp.where(_once(place, 0)[:, None] >= 0, logits, -jnp.inf)
-        new_peak = jnp.maximum(peak, jnp.max(logits, axis=0))
-        pivot = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        peak = jnp.maximum(state.peak, jnp.ceil(jnp.max(logits, axis=0)))
+        pivot = jnp.where(peak == -jnp.inf, 0.0, peak)
         weights = jnp.exp2(logits - pivot[None, :])
-        shrink = jnp.exp2(peak - pivot)
-        total = total * shrink + (weights if by_token else jnp.sum(weights, axis=0))
+        shrink = jnp.exp2(state.peak - pivot)
+        total = state.total * shrink + (weights if by_token else jnp.sum(weights, axis=0))
         weights = weights.astype(plan.operand)
         values = _load_lines(plan, refs["cache"], place, first, values=True)
         sums = tuple(
             acc * shrink[None, :] + _dot(value, 1, weights, 0)
-            for acc, value in zip(sums, values, strict=True)
+            for acc, value in zip(state.sums, values, strict=True)
         )
-        return *ahead, new_peak, total, sums
+        states = _State(peak, total, sums), *aside
+        if config.parts > 1:
+            first_ends, half_ends, third_ends = (tile + 1 == bound for bound in bounds[1:4])
+            states = lax.cond(
+                first_ends | half_ends | third_ends,
+                functools.partial(next_part, half_ends),
+                lambda *states: states,
+                *states,
+            )
+        return *ahead, *states
 
-    empty = (
-        jnp.full((heads,), -jnp.inf, jnp.float32),
-        jnp.zeros((config.tile, heads) if by_token else (heads,), jnp.float32),
-        tuple(jnp.zeros((dims.size, heads), jnp.float32) for dims in value_dims),
-    )
+    def next_part(half_ends, state, part, half):
+        """Sets aside what a part gave, and at the end of the first half what both of its gave."""
+        state = summed(state)
+        both = _merge(part, state)
+        choose = functools.partial(jnp.where, half_ends)
+        part, half = jax.tree.map(choose, (empty(), both), (state, half))
+        return empty(by_token), part, half
+
     share, rest = _divide(tiles, config.splits)
     begin = split * share + jnp.minimum(split, rest)
-    end = begin + share + (split < rest).astype(jnp.int32)
+    count = share + (split < rest).astype(jnp.int32)
+    bounds = [begin + (count * part >> 2) for part in range(5)]
+    begin, end = begin + (count * first_part >> 2), begin + (count * after_part >> 2)
     regions = load_regions(begin), load_regions(begin + 1)
     indices = load_pages(regions[0]), regions[1]
-    *_, peak, total, sums = lax.fori_loop(begin, end, attend, (*indices, *empty))
-    total = _release(plan, jnp.sum(total, axis=0) if by_token else total)
+    aside = (empty(), empty()) if config.parts > 1 else ()
+    carry = lax.fori_loop(begin, end, attend, (*indices, empty(by_token), *aside))
+    state, *aside = carry[2:]
+    state = summed(state)
+    for earlier in aside:
+        state = _merge(earlier, state)
+    state = state._replace(total=_release(plan, state.total))
 
-    none = total == 0
-    norm = 1.0 / jnp.where(none, 1.0, total)
-    if geometry.fp8:
-        norm = norm * v_scale
-    norm = jnp.where(none, 0.0, norm)
-    lse = jnp.where(none, -jnp.inf, peak + jnp.log2(jnp.where(none, 1.0, total)))
     head = jnp.arange(heads, dtype=jnp.int32)
     present = head < geometry.heads
-    if config.splits == 1:
+    if not config.combines:
+        norm = _norm(state.total, v_scale)
         attention = [
-            (dims[:, None], acc * norm[None, :]) for dims, acc in zip(value_dims, sums, strict=True)
+            (dims[:, None], sums * norm[None, :])
+            for dims, sums in zip(value_dims, state.sums, strict=True)
         ]
-        _finish(plan, refs, row, active, head[None, :], attention)
+        _finish(plan, refs, own, active, head[None, :], attention)
         if plan.return_lse:
-            plt.store(refs["lse"].at[row, head], lse * LN_2, mask=present)
+            plt.store(refs["lse"].at[own, head], _lse(state.peak, state.total), mask=present)
         return
-    line = (row * config.splits + split) * geometry.heads + head
-    for dims, acc in zip(value_dims, sums, strict=True):
+    line = (own * config.splits + split) * geometry.heads + head
+    for dims, sums in zip(value_dims, state.sums, strict=True):
         plt.store(
             refs["partial"].at[line[None, :], dims[:, None]],
-            acc * norm[None, :],
-            mask=jnp.broadcast_to(present[None, :], acc.shape),
+            sums,
+            mask=jnp.broadcast_to(present[None, :], sums.shape),
         )
-    plt.store(refs["partial_lse"].at[line], lse, mask=present)
+    plt.store(refs["partial_peak"].at[line], state.peak, mask=present)
+    plt.store(refs["partial_total"].at[line], state.total, mask=present)
+
+
+def _value_scale(plan: Plan, refs):
+    """What values are multiplied with: loaded up front, so that nothing waits for it at the end."""
+    return refs["v_scale"][0] if plan.geometry.fp8 else 1.0
+
+
+def _norm(total: jax.Array, v_scale) -> jax.Array:
+    """What weighted sums of values are multiplied with, given the sum of weights."""
+    none = total == 0
+    return jnp.where(none, 0.0, 1.0 / jnp.where(none, 1.0, total) * v_scale)
+
+
+def _lse(peak: jax.Array, total: jax.Array) -> jax.Array:
+    """Natural logarithm of the sum of exponentials."""
+    none = total == 0
+    return jnp.where(none, -jnp.inf, (peak + jnp.log2(jnp.where(none, 1.0, total))) * LN_2)
 
 
 # --- combine
@@ -340,30 +491,50 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
     refs = dict(zip(names, args, strict=True))
     geometry, splits = plan.geometry, plan.config.splits
     row, head = _wait(plan, pl.program_id(0)), jnp.full((1,), pl.program_id(1))
-    active = refs["active"][row]
+    mates = _mates(plan, row)
+    active = [refs["active"][mate] for mate in mates]
+    v_scale = _value_scale(plan, refs)
     split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-    line = (row * splits + split) * geometry.heads + head
-    lse = plt.load(refs["partial_lse"].at[line], mask=split < splits, other=-jnp.inf)
-    peak = jnp.max(lse, axis=0)
-    pivot = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weights = jnp.exp2(lse - pivot)
-    total = jnp.sum(weights, axis=0)
-    none = total == 0
-    weights = weights * (1.0 / jnp.where(none, 1.0, total))
     first = pl.program_id(2) * plan.config.combine_width
-    attention = []
-    for begin in range(0, plan.config.combine_width, COMBINE_WIDTH):
-        dims = first + begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
-        partial = plt.load(
-            refs["partial"].at[line[:, None], dims[None, :]],
-            mask=jnp.broadcast_to((split < splits)[:, None], (split.size, COMBINE_WIDTH)),
-            other=0,
+    columns = [
+        first + begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
+        for begin in range(0, plan.config.combine_width, COMBINE_WIDTH)
+    ]
+
+    def load(mate, mask):
+        line = (mate * splits + split) * geometry.heads + head
+        sums = tuple(
+            plt.load(
+                refs["partial"].at[line[None, :], dims[:, None]],
+                mask=jnp.broadcast_to(mask[None, :], (COMBINE_WIDTH, split.size)),
+                other=0,
+            )
+            for dims in columns
         )
-        attention.append((dims, jnp.sum(weights[:, None] * partial, axis=0)))
-    _finish(plan, refs, row, active, head, attention)
+        peak = plt.load(refs["partial_peak"].at[line], mask=mask, other=-jnp.inf)
+        total = plt.load(refs["partial_total"].at[line], mask=mask, other=0)
+        return _State(peak, total, sums)
+
+    state = load(row, split < splits)
+    if plan.lends:
+        helped, helpers = _helpers(mates, active)
+
+        def with_helpers():
+            one, two, three = (load(mate, (split < splits) & helps) for mate, helps in helpers)
+            return _merge(_merge(state, one), _merge(two, three))
+
+        state = lax.cond(helped, with_helpers, lambda: state)
+    peak = jnp.max(jnp.where(active[0], state.peak, -jnp.inf), axis=0)
+    weights = jnp.exp2(state.peak - jnp.where(peak == -jnp.inf, 0.0, peak))
+    total = jnp.where(active[0], jnp.sum(state.total * weights, axis=0), 0.0)
+    weights = weights * _norm(total, v_scale)
+    attention = [
+        (dims, jnp.sum(weights[None, :] * sums, axis=1))
+        for dims, sums in zip(columns, state.sums, strict=True)
+    ]
+    _finish(plan, refs, row, active[0], head, attention)
     if plan.return_lse:
-        lse = jnp.where(none, -jnp.inf, peak + jnp.log2(jnp.where(none, 1.0, total)))
-        plt.store(refs["lse"].at[row, head], jnp.full((1,), lse * LN_2))
+        plt.store(refs["lse"].at[row, head], jnp.full((1,), _lse(peak, total)))
 
 
 # --- gate and output
@@ -448,13 +619,14 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     results = {"output": jax.ShapeDtypeStruct(plan.buffer("output")[1], geometry.output_dtype)}
     if plan.return_lse:
         results["lse"] = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
-    finish = ["active", *(name for name in ("gate", "output") if name in buffers)]
-    reads = [name for name in buffers if name not in ("gate", "output", "active")]
-    if splits == 1:
+    finish = ["active", *(name for name in ("gate", "output", "v_scale") if name in buffers)]
+    reads = [name for name in buffers if name not in ("v_scale", *finish)]
+    if not config.combines:
         return _launch(_split_kernel, plan, (rows,), reads + finish, buffers, results, config.warps)
     scratch = {
         "partial": jax.ShapeDtypeStruct((rows * splits * heads, HEAD_DIM), jnp.float32),
-        "partial_lse": jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32),
+        "partial_peak": jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32),
+        "partial_total": jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32),
     }
     partials = _launch(
         _split_kernel, plan, (rows * splits,), [*reads, "active"], buffers, scratch, config.warps

@@ -33,6 +33,8 @@ class Config:
         combine_width: Dims that a combine program merges: 64 or 192.
         pieces: In how many pieces the 192 dims of a key or a value are loaded: 3 equal ones, or 2,
             of 128 and 64.
+        parts: In how many parts a split is attended to, one after the other, 1 or 4. With 4, and a
+            multiple of 4 rows, programs of inactive rows take parts of active ones over.
 
     Raises:
         TypeError: A setting is no integer.
@@ -46,6 +48,7 @@ class Config:
     combine_warps: int = 4
     combine_width: int = 192
     pieces: int = 3
+    parts: int = 1
 
     def __post_init__(self) -> None:
         for name, legal in _LEGAL.items():
@@ -55,6 +58,11 @@ class Config:
             if value not in legal:
                 expected = f"{legal[0]} to {legal[-1]}" if isinstance(legal, range) else f"{legal}"
                 raise ValueError(f"config.{name}: expected {expected}, got {value}")
+
+    @property
+    def combines(self) -> bool:
+        """Whether several programs may attend to a row, and combine merges what they found."""
+        return self.splits > 1 or self.parts > 1
 
     @property
     def tile_regions(self) -> int:
@@ -70,6 +78,7 @@ _LEGAL = {
     "combine_warps": (1, 2, 4, 8),
     "combine_width": (64, 192),
     "pieces": (2, 3),
+    "parts": (1, 4),
 }
 
 
@@ -80,6 +89,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     pieces: int
+    parts: int = 1
 
 
 SHAPES = {
@@ -87,7 +97,9 @@ SHAPES = {
     "large tile": Shape(64, 4, 2, 3),
     "one warp": Shape(32, 1, 3, 2),
     "two pieces": Shape(32, 2, 3, 2),
+    "two pieces in parts": Shape(32, 2, 3, 2, parts=4),
     "small tiles": Shape(16, 2, 3, 3),
+    "small tiles in parts": Shape(16, 2, 3, 3, parts=4),
     "usual": Shape(32, 2, 3, 3),
 }
 
@@ -113,9 +125,10 @@ def default_config(geometry: Geometry) -> Config:
       tokens for each.
     - FP8 with at most 8 heads and more than two programs a multiprocessor: "one warp", four of them
       a multiprocessor, if at most a fifth of these are missing and each has 256 tokens; else "two
-      pieces", six of them, if each has 512; else "one warp" if each has 512.
+      pieces", six of them, if each has 512; else "one warp" if each has 512. Instead of the first
+      "two pieces in parts", with one row a request, a multiple of 4 rows, and 16 tiles a program.
     - "small tiles", 16 bits, more than one split and, with at most 8 heads, more than two programs
-      a multiprocessor.
+      a multiprocessor; "in parts" with at most 8 heads, a multiple of 4 rows, and 16 tiles each.
     - "usual".
 
     Combine has a program for every 64 dims while rows times heads are few, and more warps the more
@@ -134,6 +147,11 @@ def default_config(geometry: Geometry) -> Config:
     splits = min(range(1, most + 1), key=estimate)
     few_heads = geometry.heads <= 8
     few = rows * splits <= at_once // 2 and few_heads
+
+    def lends(name: str) -> bool:
+        """Whether programs are long enough for parts, and there may be others to take them over."""
+        return few_heads and rows % 4 == 0 and splits * 16 * SHAPES[name].tile <= tokens
+
     shape = "usual"
     if few and rows * -(-tokens // 32) <= _MULTIPROCESSORS:
         splits, shape = -(-tokens // 32), "lone tile"
@@ -143,12 +161,14 @@ def default_config(geometry: Geometry) -> Config:
         four, six = (min(programs * _MULTIPROCESSORS // rows, most) for programs in (4, 6))
         if rows * four >= 0.8 * at_once and four * 256 <= tokens:
             splits, shape = four, "one warp"
+            if geometry.rows_per_request == 1 and lends("two pieces in parts"):
+                shape = "two pieces in parts"
         elif six and six * 512 <= tokens:
             splits, shape = six, "two pieces"
         elif splits * 512 <= tokens:
             shape = "one warp"
     elif not geometry.fp8 and splits > 1:
-        shape = "small tiles"
+        shape = "small tiles in parts" if lends("small tiles in parts") else "small tiles"
     return Config(
         splits=splits,
         **SHAPES[shape]._asdict(),
@@ -236,6 +256,11 @@ class Plan:
         return dtypes.get(name) or "int32", shapes[name]
 
     @property
+    def lends(self) -> bool:
+        """Whether programs of inactive rows take parts of active ones over."""
+        return self.config.parts > 1 and self.geometry.rows % self.config.parts == 0
+
+    @property
     def operand(self) -> str:
         """Dtype of the operands of the products."""
         return "float16" if self.geometry.fp8 else self.geometry.cache_dtype
@@ -287,7 +312,8 @@ def make_plan(
         clear_inactive: As in the call.
         return_lse: Whether natural-log lse is wanted.
         config: Launch settings; None takes `default_config`.
-        splits: Overrides the splits of `config` if not None.
+        splits: Overrides the splits of `config` if not None; without a `config`, also takes back
+            that a split has parts.
         cache_unit: For a cache inside larger pages, what each offset into them is a multiple of, in
             elements.
         cache_page: The size of these larger pages, in elements.
@@ -299,8 +325,8 @@ def make_plan(
     """
     given, config = config, config or default_config(geometry)
     if splits is not None:
-        warps = given.combine_warps if given else _combine_warps(int(splits))
-        config = replace(config, splits=int(splits), combine_warps=warps)
+        config = given or replace(config, combine_warps=_combine_warps(int(splits)), parts=1)
+        config = replace(config, splits=int(splits))
     output = specs.get("output") or ArraySpec(
         (geometry.rows, geometry.heads, HEAD_DIM), geometry.output_dtype
     )

@@ -33,10 +33,7 @@ FORMAT = "sparse_decode configs 1"
 SHAPES = (
     Shape(64, 4, 3, 3),
     Shape(64, 2, 2, 3),
-    *(
-        plan.SHAPES[name]
-        for name in ("lone tile", "usual", "two pieces", "one warp", "small tiles")
-    ),
+    *(shape for name, shape in plan.SHAPES.items() if name != "large tile"),
 )
 SPLITS = (0.5, 0.75, 1, 1.5, 2)
 # ... then, with the best of these, stages, and last (combine_warps, combine_width).
@@ -216,7 +213,7 @@ def with_combines(config: Config) -> list[Config]:
     return [
         dataclasses.replace(config, combine_warps=warps, combine_width=width)
         for warps, width in COMBINES
-        if config.splits > 1
+        if config.combines
     ]
 
 

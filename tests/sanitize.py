@@ -27,12 +27,14 @@ NAMES = (
     "fp8",
     "fp8_outside",
     "fp8_inactive",
+    "fp8_padded",
     "fp8_edges",
     "uint8_verify4_groups2",
     "fp8_strided_gate",
     "bf16_split1_gate",
     "bf16_outside",
     "bf16_packed_strided",
+    "bf16_half_padded",
 )
 # Elements from the begin of a tensor of 128 to where the planted fault reads.
 PLANTED = {"out-of-bounds": 1 << 16, "unwritten": 0}

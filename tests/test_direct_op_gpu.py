@@ -41,6 +41,8 @@ SHAPED = (
     "fp8_edges",
     "fp8_inactive",
     "fp8_inactive_split1",
+    "fp8_padded",
+    "bf16_half_padded",
     "fp8_middle_masked",
     "fp8_holes_repeated",
     "fp8_outside",
@@ -136,12 +138,35 @@ def test_shared_call_in_every_shape_of_the_default_settings(name, shape):
     check(call, given, run(given))
 
 
+@pytest.mark.parametrize("route", ["direct", "dlpack"])
+@pytest.mark.parametrize(
+    ("shape", "stored"),
+    [("two pieces in parts", "float8_e4m3fn"), ("small tiles in parts", "bfloat16")],
+)
+def test_who_is_active_changes_no_bit(shape, stored, route):
+    """Programs of inactive rows help others, with the same result whoever they are."""
+    contexts = tuple(40 * request for request in range(1, 33))
+    call = cases.build(cases.Case("padding", contexts, cache=stored, slots=65, splits=2))
+    given = arguments(call, config=Config(2, **SHAPES[shape]._asdict()), route=route)
+    whole = run(given)
+    check(call, given, whole)
+    rng, row = np.random.default_rng(0), np.arange(32)
+    patterns = [row < 8, row >= 16, row % 4 == 1, row < 24, row < 0]
+    patterns += [rng.random(32) < share for share in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)]
+    for active in map(torch.from_numpy, patterns):
+        given["active"].copy_(active)
+        found, expected = run(given), torch.where(active.cuda()[:, None, None], whole, 0)
+        assert torch.equal(found, expected)
+
+
 IN_JAX = (
     cases.Case("jax_fp8", (200, 77, 130), gate="bfloat16"),
     cases.Case("jax_fp8_split1", (200, 77, 130), splits=1),
     cases.Case("jax_fp8_split3", (900, 300), slots=65, splits=3),
     cases.Case("jax_uint8_verify4", (70, 33), cache="uint8", query_len=4, groups=2),
+    cases.Case("jax_fp8_padded", (200, 77, 130, 300), inactive=(0, 1, 2), splits=2),
     cases.Case("jax_bf16", (200, 77, 130), gate="float32", **cases.BF16),
+    cases.Case("jax_bf16_half_padded", (200, 77, 130, 300), inactive=(2, 3), **cases.BF16),
     cases.Case("jax_fp8_wide", (9000, 5000), slots=513, splits=16),
 )
 

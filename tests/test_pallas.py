@@ -180,6 +180,37 @@ def test_the_batch_around_a_row_does_not_matter(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("fp8_padded", Config(splits=1, pieces=2, parts=4)),
+        ("fp8_padding_between", Config(splits=3, parts=4)),
+        ("bf16_verify4", Config(splits=2, tile=16, parts=4)),
+    ],
+    ids=["split1", "split3", "verify4"],
+)
+def test_who_is_active_does_not_matter(name, config):
+    """Programs of inactive rows help others, with the same result whoever they are."""
+    call = narrow(build(CASE[name]))
+    call, _ = some_requests(call, np.flatnonzero(call.active)[:: call.query_len] // call.query_len)
+    call, _ = some_requests(call, np.arange(8) % len(call.block_table))
+    call = dataclasses.replace(call, output=None, splits=None)
+    rows, function = len(call.query), jitted(call, config=config)
+    whole = [np.array(array) for array in function(arguments(call))]
+    check(call, *whole)
+    alone, _ = some_requests(call, [1])
+    expected = [array[call.query_len : 2 * call.query_len] for array in whole]
+    assert_same_bits(jitted(alone, config=config)(arguments(alone)), expected)
+    rng, row = np.random.default_rng(0), np.arange(rows)
+    patterns = [row < rows // 4, row >= rows // 2, row % 4 == 1, row < rows * 3 // 4, row < 0]
+    patterns += [rng.random(rows) < share for share in (0.2, 0.3, 0.5, 0.7)]
+    for active in patterns:
+        part = dataclasses.replace(call, active=active)
+        found = [np.array(array) for array in function(arguments(part))]
+        check(part, *found)
+        assert_same_bits([x[active] for x in found], [x[active] for x in whole])
+
+
+@pytest.mark.parametrize(
     "name", ["fp8_packed", "bf16_packed_strided", "fp8_token_major_strided", "fp16_token_major"]
 )
 def test_layout_does_not_matter(name):

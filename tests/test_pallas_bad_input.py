@@ -283,6 +283,7 @@ def test_each_field_of_a_packed_cache_wrong(changes, error, message):
         ({"stages": 0}, ValueError, "stages: expected 1 to 8, got 0"),
         ({"stages": 9}, ValueError, "stages: expected 1 to 8, got 9"),
         ({"stages": 3.0}, TypeError, "stages: expected an integer, got float"),
+        ({"parts": 2}, ValueError, r"parts: expected .*1, 4.*, got 2"),
         ({"combine_warps": 16}, ValueError, r"combine_warps: expected .*1, 2, 4, 8.*, got 16"),
         ({"combine_warps": "4"}, TypeError, "combine_warps: expected an integer, got str"),
     ],

@@ -101,18 +101,20 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
     tokens = slots * 8
 
     four, six = (programs * 132 // rows for programs in (4, 6))
+    lends = rows % 4 == 0 and config.splits * 16 * config.tile <= tokens
     if rows * -(-tokens // 32) <= 132:
         assert shape == {"lone tile"}
     elif rows * config.splits <= 264 and config.splits * 64 >= tokens:
         assert shape == {"large tile"}
     elif fp8 and rows > 1 and four * rows >= 423 and four * 256 <= tokens:
-        assert (shape, config.splits) == ({"one warp"}, four)
+        name = "two pieces in parts" if lends else "one warp"
+        assert (shape, config.splits) == ({name}, four)
     elif fp8 and rows > 1 and six and six * 512 <= tokens:
         assert (shape, config.splits) == ({"two pieces"}, six)
     elif fp8 and rows > 1 and config.splits * 512 <= tokens:
         assert shape == {"one warp"}
     elif not fp8 and config.splits > 1 and rows * config.splits > 264:
-        assert shape == {"small tiles"}
+        assert shape == {"small tiles in parts" if lends else "small tiles"}
     else:
         assert shape == {"usual"}
 
@@ -121,12 +123,13 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
     ("rows", "splits", "shape"),
     [
         (32, 16, "one warp"),
-        (64, 8, "one warp"),
-        (96, 5, "one warp"),
+        (63, 8, "one warp"),
+        (64, 8, "two pieces in parts"),
+        (96, 5, "two pieces in parts"),
         (140, 5, "two pieces"),
-        (256, 2, "one warp"),
+        (256, 2, "two pieces in parts"),
         (384, 2, "two pieces"),
-        (512, 1, "one warp"),
+        (512, 1, "two pieces in parts"),
         (600, 1, "two pieces"),
         (1024, 1, "one warp"),
     ],
@@ -135,6 +138,14 @@ def test_programs_of_fp8_fill_the_gpu(rows, splits, shape):
     specs = specs_of(rows, 513, "float8_e4m3fn")
     config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
     assert config == replace(config, splits=splits, **SHAPES[shape]._asdict())
+
+
+def test_rows_of_one_request_stay_with_one_warp():
+    specs = specs_of(64, 513, "float8_e4m3fn")
+    specs["block_table"] = ArraySpec((16, 1024), "int32")
+    options = {"scale": 1.0, "clear_inactive": True, "splits": 1, "query_len": 4}
+    config = default_config(check_call(**specs, **options))
+    assert config == replace(config, splits=8, **SHAPES["one warp"]._asdict())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
