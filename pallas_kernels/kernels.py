@@ -1,10 +1,10 @@
 """Split and combine as Pallas kernels for JAX's Triton backend.
 
 Split, grid (rows * splits): one program attends with all heads of a row to one share of its live
-slots, a tile of tokens at a time, and writes either the output (one split) or a float32 partial
-`[rows, splits, heads, 192]` with its sum of weights and their base-2 exponent. Combine, grid (rows,
-heads, shares of the 192 dims): merges the partials. Where many rows may be inactive, their programs
-help others (see "lending").
+slots, a tile of tokens at a time, and writes either the output (one split, one part) or a float32
+partial `[rows, splits, heads, 192]` with its sum of weights and their base-2 exponent. Combine,
+grid (rows, heads, shares of the 192 dims): merges the partials. Programs of inactive rows help
+others, if the settings have splits in parts (see "lending").
 
 Two things differ from the Triton path:
 
@@ -241,6 +241,7 @@ class _State(NamedTuple):
 
     Attributes:
         peak: `[heads]`, base-2 exponent of weight 1: the largest logit, rounded up; -inf if none.
+            In combine, `[splits]` of one head; so with `total` and `sums`.
         total: `[heads]` or, by token, `[tile, heads]`: sum of weights.
         sums: `[dims, heads]` pieces: values, weighted and summed.
     """
@@ -256,6 +257,7 @@ def _merge(one: _State, other: _State) -> _State:
     pivot = jnp.where(peak == -jnp.inf, 0.0, peak)
 
     def scale(state):
+        """A whole power of two; 0 from 2**-127 down."""
         exponent = jnp.clip(state.peak - pivot, -127, 0).astype(jnp.int32)
         return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
@@ -411,23 +413,24 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
             for acc, value in zip(state.sums, values, strict=True)
         )
         states = _State(peak, total, sums), *aside
-        if config.parts > 1:
-            first_ends, half_ends, third_ends = (tile + 1 == bound for bound in bounds[1:4])
-            states = lax.cond(
-                first_ends | half_ends | third_ends,
-                functools.partial(next_part, half_ends),
-                lambda *states: states,
-                *states,
-            )
-        return *ahead, *states
+        return *ahead, *(set_aside(tile + 1, *states) if aside else states)
 
-    def next_part(half_ends, state, part, half):
-        """Sets aside what a part gave, and at the end of the first half what both of its gave."""
-        state = summed(state)
-        both = _merge(part, state)
-        choose = functools.partial(jnp.where, half_ends)
-        part, half = jax.tree.map(choose, (empty(), both), (state, half))
-        return empty(by_token), part, half
+    def set_aside(tile, state, part, half):
+        """Begins anew where a part ends; what it gave is kept, or what the first two gave."""
+        # One branch with another inside would cost copies of all states in every turn.
+        part_ends = (tile == bounds[1]) | (tile == bounds[3])
+        half_ends = tile == bounds[2]
+        state, part, half = lax.cond(
+            half_ends,
+            lambda: (empty(by_token), empty(), _merge(part, summed(state))),
+            lambda: (state, part, half),
+        )
+        state, part = lax.cond(
+            part_ends & ~half_ends,
+            lambda: (empty(by_token), summed(state)),
+            lambda: (state, part),
+        )
+        return state, part, half
 
     share, rest = _divide(tiles, config.splits)
     begin = split * share + jnp.minimum(split, rest)
@@ -440,9 +443,9 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     carry = lax.fori_loop(begin, end, attend, (*indices, empty(by_token), *aside))
     state, *aside = carry[2:]
     state = summed(state)
+    state = state._replace(total=_release(plan, state.total))
     for earlier in aside:
         state = _merge(earlier, state)
-    state = state._replace(total=_release(plan, state.total))
 
     head = jnp.arange(heads, dtype=jnp.int32)
     present = head < geometry.heads
@@ -600,7 +603,7 @@ def _release(plan: Plan, x: jax.Array) -> jax.Array:
 
 @usual_promotion
 def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Launches split and, with more than one split, combine.
+    """Launches split and, where `config.combines`, combine.
 
     Args:
         plan: What is static.

@@ -114,8 +114,8 @@ def default_config(geometry: Geometry) -> Config:
 
     With four small programs at a time on each of the H200's 132 multiprocessors, the splits are
     those with the least estimated time: rounds of that many programs, each as long as its tiles and
-    the fixed cost of a program, which is that of about four tiles; and a merge, unless there is but
-    one split, of two and a half.
+    the fixed cost of a program, which is that of about four tiles; and a merge of two and a half,
+    unless there is but one split.
 
     The shape of a program is the first of these that fits:
 
@@ -126,13 +126,17 @@ def default_config(geometry: Geometry) -> Config:
     - FP8 with at most 8 heads and more than two programs a multiprocessor: "one warp", four of them
       a multiprocessor, if at most a fifth of these are missing and each has 256 tokens; else "two
       pieces", six of them, if each has 512; else "one warp" if each has 512. Instead of the first
-      "two pieces in parts", with one row a request, a multiple of 4 rows, and 16 tiles a program.
-    - "small tiles", 16 bits, more than one split and, with at most 8 heads, more than two programs
-      a multiprocessor; "in parts" with at most 8 heads, a multiple of 4 rows, and 16 tiles each.
+      "two pieces in parts", with one row a request and where programs can help each other.
+    - FP8 with more heads and 512 tokens a program: "two pieces".
+    - 16 bits, more than one split and, with at most 8 heads, more than two programs a
+      multiprocessor: "small tiles", in parts where programs can help each other.
     - "usual".
 
-    Combine has a program for every 64 dims while rows times heads are few, and more warps the more
-    splits there are.
+    Programs can help each other with at most 8 heads, a multiple of 4 rows, 16 tiles a program, and
+    not too many splits.
+
+    Combine has a program for every 64 dims while rows times heads are few, and more warps where
+    there are many splits.
     """
     rows = geometry.rows
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
@@ -148,9 +152,15 @@ def default_config(geometry: Geometry) -> Config:
     few_heads = geometry.heads <= 8
     few = rows * splits <= at_once // 2 and few_heads
 
+    combine_width = 64 if rows * geometry.heads < 512 else 192
+
     def lends(name: str) -> bool:
-        """Whether programs are long enough for parts, and there may be others to take them over."""
-        return few_heads and rows % 4 == 0 and splits * 16 * SHAPES[name].tile <= tokens
+        """Whether there are mates, and programs long enough for parts.
+
+        And combine, which then holds the partials of four, has registers for them.
+        """
+        fits = few_heads and _power_of_two(splits) * combine_width <= 2048
+        return fits and rows % 4 == 0 and splits * 16 * SHAPES[name].tile <= tokens
 
     shape = "usual"
     if few and rows * -(-tokens // 32) <= _MULTIPROCESSORS:
@@ -163,18 +173,26 @@ def default_config(geometry: Geometry) -> Config:
             splits, shape = four, "one warp"
             if geometry.rows_per_request == 1 and lends("two pieces in parts"):
                 shape = "two pieces in parts"
+                combine_width = 64 if rows * geometry.heads < 640 else 192
         elif six and six * 512 <= tokens:
             splits, shape = six, "two pieces"
         elif splits * 512 <= tokens:
             shape = "one warp"
+    elif geometry.fp8 and splits * 512 <= tokens:
+        shape = "two pieces"
     elif not geometry.fp8 and splits > 1:
         shape = "small tiles in parts" if lends("small tiles in parts") else "small tiles"
     return Config(
         splits=splits,
         **SHAPES[shape]._asdict(),
         combine_warps=_combine_warps(splits),
-        combine_width=64 if rows * geometry.heads < 512 else 192,
+        combine_width=combine_width,
     )
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest one that is no less."""
+    return 1 << (least - 1).bit_length()
 
 
 def _combine_warps(splits: int) -> int:

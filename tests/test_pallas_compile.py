@@ -96,7 +96,8 @@ def test_kernels_compile_without_spills(arch, cache, heads, splits, index):
 def test_shapes_of_the_default_settings(cache, name, index):
     shape = SHAPES[name]
     config = Config(4, **shape._asdict())
-    split, _ = program_of(90, cache, 8, 4, index, config).calls
+    split, combine = program_of(90, cache, 8, 4, index, config).calls
+    assert compiling.resources(compiling.compile_kernel(combine, 90)).spilled == 0
     taken = compiling.resources(compiling.compile_kernel(split, 90))
     assert (split.num_warps, split.num_stages) == (shape.warps, shape.stages)
     assert taken.spilled == 0

@@ -102,6 +102,7 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
 
     four, six = (programs * 132 // rows for programs in (4, 6))
     lends = rows % 4 == 0 and config.splits * 16 * config.tile <= tokens
+    lends = lends and 2 ** (config.splits - 1).bit_length() * config.combine_width <= 2048
     if rows * -(-tokens // 32) <= 132:
         assert shape == {"lone tile"}
     elif rows * config.splits <= 264 and config.splits * 64 >= tokens:
@@ -164,7 +165,18 @@ def test_other_splits_have_warps_that_hold_them(splits, warps):
     options = {"scale": 1.0, "clear_inactive": True}
     geometry = check_call(**specs, **options, splits=splits)
     config = make_plan(geometry, specs, **options, splits=splits).config
-    assert (config.splits, config.combine_warps) == (splits, warps)
+    assert (config.splits, config.combine_warps, config.parts) == (splits, warps, 1)
     given = default_config(geometry)
     plan = make_plan(geometry, specs, **options, splits=splits, config=given)
-    assert plan.config.combine_warps == given.combine_warps
+    assert plan.config == replace(given, splits=splits)
+    assert given.parts == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "shape"),
+    [(64, 1025, "small tiles in parts"), (16, 2049, "small tiles"), (92, 8192, "small tiles")],
+)
+def test_programs_are_lent_where_combine_holds_what_four_found(rows, slots, shape):
+    specs = specs_of(rows, slots, "bfloat16")
+    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    assert config == replace(config, **SHAPES[shape]._asdict())
