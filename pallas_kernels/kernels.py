@@ -40,12 +40,12 @@ LN_2 = math.log(2)
 COMBINE_WIDTH = 64
 
 
-def _assembly(code: str, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """What PTX makes of each 32 bits of elements: `$0` from `$1`, in a dtype of the same size."""
+def _assembly(code: str, x: jax.Array, *more, dtype: jnp.dtype | None = None) -> jax.Array:
+    """What PTX makes of each 32 bits of elements: `$0` from `$1` on, in a dtype of their size."""
     (result,) = plt.elementwise_inline_asm(
         code,
-        args=[x],
-        constraints="=r,r",
+        args=[x, *more],
+        constraints="=r" + ",r" * (1 + len(more)),
         pack=4 // x.dtype.itemsize,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)],
     )
@@ -171,7 +171,7 @@ def _decode(plan: Plan, words: jax.Array) -> list[jax.Array]:
             f"prmt.b32 pair, $1, 0, {selector}; mov.b32 {{low, high}}, pair; "
             "cvt.rn.f16x2.e4m3x2 $0, low; }"
         )
-        decoded.append(_assembly(asm, words, jnp.dtype("float16")))
+        decoded.append(_assembly(asm, words, dtype=jnp.dtype("float16")))
     return decoded
 
 
@@ -236,12 +236,9 @@ def _load_query(plan: Plan, query_ref, row) -> list[jax.Array]:
 class _State(NamedTuple):
     """Attention to some of a row's tokens.
 
-    Weights are relative to a whole power of two, so that scaling by another is exact, and merging
-    gives the same bits wherever it takes place.
-
     Attributes:
-        peak: `[heads]`, base-2 exponent of weight 1: the largest logit, rounded up; -inf if none.
-            In combine, `[splits]` of one head; so with `total` and `sums`.
+        peak: `[heads]`, base-2 exponent of weight 1: the largest logit; -inf if none. In combine,
+            `[splits]` of one head; so with `total` and `sums`.
         total: `[heads]` or, by token, `[tile, heads]`: sum of weights.
         sums: `[dims, heads]` pieces: values, weighted and summed.
     """
@@ -251,19 +248,25 @@ class _State(NamedTuple):
     sums: tuple[jax.Array, ...]
 
 
-def _merge(one: _State, other: _State) -> _State:
-    """Attention to the tokens of both; an empty state changes nothing."""
+def _merge(plan: Plan, one: _State, other: _State) -> _State:
+    """Attention to the tokens of both; an empty state changes nothing.
+
+    The bits are the same wherever it takes place: no compiler chooses which product is rounded.
+    """
     peak = jnp.maximum(one.peak, other.peak)
     pivot = jnp.where(peak == -jnp.inf, 0.0, peak)
+    ours, theirs = jnp.exp2(one.peak - pivot), jnp.exp2(other.peak - pivot)
 
-    def scale(state):
-        """A whole power of two; 0 from 2**-127 down."""
-        exponent = jnp.clip(state.peak - pivot, -127, 0).astype(jnp.int32)
-        return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    def add(a, b):
+        if plan.interpret:
+            return a * ours + b * theirs
+        return _assembly(
+            "{ .reg .f32 a; mul.rn.f32 a, $1, $2; fma.rn.f32 $0, $3, $4, a; }",
+            *(a, jnp.broadcast_to(ours, a.shape), b, jnp.broadcast_to(theirs, b.shape)),
+        )
 
-    ours, theirs = scale(one), scale(other)
-    sums = (a * ours + b * theirs for a, b in zip(one.sums, other.sums, strict=True))
-    return _State(peak, one.total * ours + other.total * theirs, tuple(sums))
+    sums = (add(a, b) for a, b in zip(one.sums, other.sums, strict=True))
+    return _State(peak, add(one.total, other.total), tuple(sums))
 
 
 # --- lending
@@ -401,7 +404,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
         logits = functools.reduce(jnp.add, products) * logit_scale
         logits = jnp.where(_once(place, 0)[:, None] >= 0, logits, -jnp.inf)
-        peak = jnp.maximum(state.peak, jnp.ceil(jnp.max(logits, axis=0)))
+        peak = jnp.maximum(state.peak, jnp.max(logits, axis=0))
         pivot = jnp.where(peak == -jnp.inf, 0.0, peak)
         weights = jnp.exp2(logits - pivot[None, :])
         shrink = jnp.exp2(state.peak - pivot)
@@ -422,7 +425,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         half_ends = tile == bounds[2]
         state, part, half = lax.cond(
             half_ends,
-            lambda: (empty(by_token), empty(), _merge(part, summed(state))),
+            lambda: (empty(by_token), empty(), _merge(plan, part, summed(state))),
             lambda: (state, part, half),
         )
         state, part = lax.cond(
@@ -445,7 +448,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     state = summed(state)
     state = state._replace(total=_release(plan, state.total))
     for earlier in aside:
-        state = _merge(earlier, state)
+        state = _merge(plan, earlier, state)
 
     head = jnp.arange(heads, dtype=jnp.int32)
     present = head < geometry.heads
@@ -524,7 +527,7 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
 
         def with_helpers():
             one, two, three = (load(mate, (split < splits) & helps) for mate, helps in helpers)
-            return _merge(_merge(state, one), _merge(two, three))
+            return _merge(plan, _merge(plan, state, one), _merge(plan, two, three))
 
         state = lax.cond(helped, with_helpers, lambda: state)
     peak = jnp.max(jnp.where(active[0], state.peak, -jnp.inf), axis=0)
