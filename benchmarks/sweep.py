@@ -38,7 +38,7 @@ SHAPES = (
     (plan.SHAPES["small tiles"], (0.75, 1, 1.5, 2)),
     (plan.SHAPES["two pieces in parts"], (0.5, 1)),
     (plan.SHAPES["small tiles in parts"], (0.75, 1)),
-    (Shape(32, 2, 3, 3, parts=4), (0.5, 1)),
+    (plan.SHAPES["usual"]._replace(parts=4), (0.5, 1)),
 )
 SPLITS = (0.5, 0.75, 1.5, 2)  # shares of the default's
 COMBINES = ((1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
@@ -59,7 +59,7 @@ def candidates(setting: Setting, default: Config) -> list[Config]:
         configs = with_splits(dataclasses.replace(default, **shape._asdict()), shares)
         if shape.parts > 1:  # only where these can be lent and are a tile at least
             limit = tokens // (shape.tile * shape.parts)
-            configs = [c for c in configs if not setting.rows % 4 and c.splits <= limit]
+            configs = [c for c in configs if not setting.rows % shape.parts and c.splits <= limit]
         found += configs
     found += with_splits(default, SPLITS)
     found += [

@@ -421,8 +421,8 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     def set_aside(tile, state, part, half):
         """Begins anew where a part ends; what it gave is kept, or what the first two gave."""
         # One branch with another inside would cost copies of all states in every turn.
-        part_ends = (tile == bounds[1]) | (tile == bounds[3])
-        half_ends = tile == bounds[2]
+        part_ends = (tile == ends[0]) | (tile == ends[2])
+        half_ends = tile == ends[1]
         state, part, half = lax.cond(
             half_ends,
             lambda: (empty(by_token), empty(), _merge(plan, part, summed(state))),
@@ -436,10 +436,9 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         return state, part, half
 
     share, rest = _divide(tiles, config.splits)
-    begin = split * share + jnp.minimum(split, rest)
+    start = split * share + jnp.minimum(split, rest)
     count = share + (split < rest).astype(jnp.int32)
-    bounds = [begin + (count * part >> 2) for part in range(5)]
-    begin, end = begin + (count * first_part >> 2), begin + (count * after_part >> 2)
+    *ends, begin, end = (start + (count * part >> 2) for part in (1, 2, 3, first_part, after_part))
     regions = load_regions(begin), load_regions(begin + 1)
     indices = load_pages(regions[0]), regions[1]
     aside = (empty(), empty()) if config.parts > 1 else ()
