@@ -41,7 +41,7 @@ SHAPES = (
     (plan.SHAPES["usual"]._replace(parts=4), (0.5, 1)),
 )
 SPLITS = (0.5, 0.75, 1.5, 2)  # shares of the default's
-COMBINES = ((1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
+COMBINES = ((1, 32), (4, 32), (1, 64), (4, 64), (1, 192), (2, 192))  # combine_warps, combine_width
 FINALISTS, ROUNDS = 3, 5
 
 

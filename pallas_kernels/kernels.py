@@ -37,7 +37,7 @@ from sparse_decode.plan import Plan
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
-COMBINE_WIDTH = 64
+COMBINE_PIECE = 64
 
 
 def _assembly(code: str, x: jax.Array, *more, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -94,17 +94,24 @@ def _live_slots(position: jax.Array, active: jax.Array, slots: int) -> jax.Array
     return jnp.where(active & (position >= 0), live, 0)
 
 
-def _first_element(plan: Plan, refs, row) -> jax.Array:
-    """Where the lines of a row's group begin in each page of the buffer.
+def _group_begin(plan: Plan, refs, row) -> tuple[jax.Array | int, jax.Array | int]:
+    """Where a row's group begins in each page of the buffer: in which line, at which element.
 
     A cache at an offset into larger pages never begins where it would not fit.
     """
-    first = lax.rem(row, jnp.int32(plan.geometry.groups)) * plan.cache_strides[1]
+    line, element = 0, 0
+    if plan.geometry.groups > 1:
+        group = lax.rem(row, jnp.int32(plan.geometry.groups))
+        _, group_stride, token_stride = plan.cache_strides
+        if plan.page_lines and group_stride % token_stride == 0:
+            line = group * (group_stride // token_stride)
+        else:
+            element = group * group_stride
     unit = plan.offset_unit
-    if not unit:
-        return first
-    offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), plan.last_offset)
-    return first + lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
+    if unit:
+        offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), plan.last_offset)
+        element += lax.div(offset, jnp.int32(unit)) * (unit // 2 if plan.words else unit)
+    return line, element
 
 
 def _load_regions(plan: Plan, refs, row, first_slot) -> tuple[jax.Array, ...]:
@@ -134,13 +141,14 @@ def _load_pages(plan: Plan, refs, row, region, position) -> tuple[jax.Array, jax
     return page, in_page
 
 
-def _locate(plan: Plan, page, in_page) -> jax.Array:
-    """Places of the tile's tokens in the cache, `page * page_size + token of the page`.
+def _locate(plan: Plan, page, in_page, first_line) -> jax.Array:
+    """Places of the tile's tokens: lines of the cache, or `page * page_size + token of the page`.
 
     -1 for a token that is not attended.
     """
     geometry = plan.geometry
-    return jnp.where(_within(page, geometry.pages), page * geometry.page_size + in_page, -1)
+    place = page * (plan.page_lines or geometry.page_size) + in_page + first_line
+    return jnp.where(_within(page, geometry.pages), place, -1)
 
 
 def _once(x: jax.Array, axis: int) -> jax.Array:
@@ -184,13 +192,15 @@ def _load_lines(plan: Plan, cache_ref, place, first, values: bool) -> list[jax.A
     token_axis = 1 if values else 0
     part, pieces = (plan.line, plan.value_pieces) if values else (0, plan.key_pieces)
     place = jnp.expand_dims(_once(place, token_axis), 1 - token_axis)
-    page_stride, _, token_stride = plan.cache_strides
-    page, token = _divide(place, plan.geometry.page_size)
-    page, element = _line(page, page_stride), token * token_stride + first
+    line, element = place, first
+    if not plan.page_lines:
+        page_stride, _, token_stride = plan.cache_strides
+        page, token = _divide(place, plan.geometry.page_size)
+        line, element = _line(page, page_stride), token * token_stride + first
     tiles = []
     for begin, width in pieces:
         column = jnp.expand_dims(part + begin + jnp.arange(width, dtype=jnp.int32), token_axis)
-        at = cache_ref.at[page, element + column]
+        at = cache_ref.at[line, element + column]
         tile = plt.load(at, mask=place >= 0, other=jnp.zeros((), cache_ref.dtype))
         if plan.words:
             tiles += _decode(plan, tile)
@@ -364,7 +374,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
     )
     live = _live_slots(position, active, geometry.slots)
     tiles, _ = _divide(live + (config.tile_regions - 1), config.tile_regions)
-    first = _first_element(plan, refs, row)
+    first_line, first = _group_begin(plan, refs, row)
 
     heads = plan.padded_heads
     # Weights summed by token are summed over tokens once, after the loop, if they fit registers.
@@ -398,7 +408,7 @@ def _split_kernel(*args, plan: Plan, names: tuple[str, ...]):
         # at in the next turn. What a turn hands on is its own: Triton does not pipeline a loop that
         # hands on what it was given, as the regions would be.
         pages, regions, state, *aside = carry
-        place = _locate(plan, *pages)
+        place = _locate(plan, *pages, first_line)
         ahead = load_pages(regions), load_regions(tile + 2)
         keys = _load_lines(plan, refs["cache"], place, first, values=False)
         products = (_dot(key, 1, q, 1) for key, q in zip(keys, query, strict=True))
@@ -501,9 +511,10 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
     v_scale = _value_scale(plan, refs)
     split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
     first = pl.program_id(2) * plan.config.combine_width
+    width = min(plan.config.combine_width, COMBINE_PIECE)
     columns = [
-        first + begin + jnp.arange(COMBINE_WIDTH, dtype=jnp.int32)
-        for begin in range(0, plan.config.combine_width, COMBINE_WIDTH)
+        first + begin + jnp.arange(width, dtype=jnp.int32)
+        for begin in range(0, plan.config.combine_width, width)
     ]
 
     def load(mate, mask):
@@ -511,7 +522,7 @@ def _combine_kernel(*args, plan: Plan, names: tuple[str, ...]):
         sums = tuple(
             plt.load(
                 refs["partial"].at[line[None, :], dims[:, None]],
-                mask=jnp.broadcast_to(mask[None, :], (COMBINE_WIDTH, split.size)),
+                mask=jnp.broadcast_to(mask[None, :], (width, split.size)),
                 other=0,
             )
             for dims in columns
@@ -621,6 +632,9 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """
     geometry, config = plan.geometry, plan.config
     rows, heads, splits = geometry.rows, geometry.heads, config.splits
+    if plan.page_lines:
+        lines = buffers["cache"].reshape(-1, plan.cache_strides[2])
+        buffers = {**buffers, "cache": lines}
     results = {"output": jax.ShapeDtypeStruct(plan.buffer("output")[1], geometry.output_dtype)}
     if plan.return_lse:
         results["lse"] = jax.ShapeDtypeStruct((rows, heads), jnp.float32)

@@ -7,6 +7,7 @@ call, for JAX arrays and PyTorch tensors alike, and without either framework.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class Config:
         warps: Warps of a split program: 1, 2, 4 or 8.
         stages: Software pipeline depth of the split loop, 1 to 8.
         combine_warps: Warps of a combine program: 1, 2, 4 or 8.
-        combine_width: Dims that a combine program merges: 64 or 192.
+        combine_width: Dims that a combine program merges: 32, 64 or 192.
         pieces: In how many pieces the 192 dims of a key or a value are loaded: 3 equal ones, or 2,
             of 128 and 64.
         parts: In how many parts a split is attended to, one after the other, 1 or 4. With 4, and a
@@ -76,7 +77,7 @@ _LEGAL = {
     "warps": (1, 2, 4, 8),
     "stages": range(1, 9),
     "combine_warps": (1, 2, 4, 8),
-    "combine_width": (64, 192),
+    "combine_width": (32, 64, 192),
     "pieces": (2, 3),
     "parts": (1, 4),
 }
@@ -135,8 +136,8 @@ def default_config(geometry: Geometry) -> Config:
     Programs can help each other with at most 8 heads, a multiple of 4 rows, 16 tiles a program, and
     not too many splits.
 
-    Combine has a program for every 64 dims while rows times heads are few, and more warps where
-    there are many splits.
+    Combine has a program for every 64 dims while rows times heads are few, and for 32 where there
+    are many splits; see `_combine`.
     """
     rows = geometry.rows
     tokens = min(geometry.slots, geometry.max_regions) * REGION_TOKENS
@@ -152,14 +153,13 @@ def default_config(geometry: Geometry) -> Config:
     few_heads = geometry.heads <= 8
     few = rows * splits <= at_once // 2 and few_heads
 
-    combine_width = 64 if rows * geometry.heads < 512 else 192
-
     def lends(name: str) -> bool:
         """Whether there are mates, and programs long enough for parts.
 
         And combine, which then holds the partials of four, has registers for them.
         """
-        fits = few_heads and _power_of_two(splits) * combine_width <= 2048
+        width = _combine(geometry, splits, SHAPES[name].parts)["combine_width"]
+        fits = few_heads and _power_of_two(splits) * width <= 2048
         return fits and rows % 4 == 0 and splits * 16 * SHAPES[name].tile <= tokens
 
     shape = "usual"
@@ -173,7 +173,6 @@ def default_config(geometry: Geometry) -> Config:
             splits, shape = four, "one warp"
             if geometry.rows_per_request == 1 and lends("two pieces in parts"):
                 shape = "two pieces in parts"
-                combine_width = 64 if rows * geometry.heads < 640 else 192
         elif six and six * 512 <= tokens:
             splits, shape = six, "two pieces"
         elif splits * 512 <= tokens:
@@ -182,12 +181,8 @@ def default_config(geometry: Geometry) -> Config:
         shape = "two pieces"
     elif not geometry.fp8 and splits > 1:
         shape = "small tiles in parts" if lends("small tiles in parts") else "small tiles"
-    return Config(
-        splits=splits,
-        **SHAPES[shape]._asdict(),
-        combine_warps=_combine_warps(splits),
-        combine_width=combine_width,
-    )
+    chosen = SHAPES[shape]
+    return Config(splits=splits, **chosen._asdict(), **_combine(geometry, splits, chosen.parts))
 
 
 def _power_of_two(least: int) -> int:
@@ -195,9 +190,14 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _combine_warps(splits: int) -> int:
-    """Warps that hold the partials of so many splits in registers."""
-    return 1 if splits <= 64 else 2 if splits <= 128 else 4
+def _combine(geometry: Geometry, splits: int, parts: int = 1) -> dict[str, int]:
+    """Settings with which combine holds its partials in registers, and is done soonest."""
+    many = 640 if parts > 1 else 512
+    partials = _power_of_two(splits)
+    width = 192 if geometry.rows * geometry.heads >= many else 64
+    if partials * width > 4096:
+        width = 64 if partials <= 64 else 32
+    return {"combine_warps": 1 if partials <= 128 else 4, "combine_width": width}
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,24 @@ class Plan:
         return HEAD_DIM // 2 if self.words else HEAD_DIM
 
     @property
+    def page_lines(self) -> int:
+        """Lines from one page to the next, where the cache can be seen as lines of a token each.
+
+        0 where it cannot: a line then is a page.
+        """
+        geometry = self.geometry
+        page_stride, group_stride, token_stride = self.cache_strides
+        if not page_stride or not token_stride or page_stride % token_stride:
+            return 0
+        groups_apart = 0 if group_stride % token_stride == 0 else group_stride
+        reach = (geometry.groups - 1) * groups_apart + 2 * self.line
+        # The interpreter keeps to its line, from which an offset may lead away.
+        if reach > token_stride or (self.interpret and self.offset_unit):
+            return 0
+        lines, rest = divmod(math.prod(dict(self.shapes)["cache"]), token_stride)
+        return 0 if rest or lines >= 2**31 else page_stride // token_stride
+
+    @property
     def key_pieces(self) -> tuple[tuple[int, int], ...]:
         """(begin, width) of the power-of-two pieces that make up a key."""
         third = self.line // 3
@@ -343,8 +361,8 @@ def make_plan(
     """
     given, config = config, config or default_config(geometry)
     if splits is not None:
-        config = given or replace(config, combine_warps=_combine_warps(int(splits)), parts=1)
-        config = replace(config, splits=int(splits))
+        combine = {} if given else {**_combine(geometry, int(splits)), "parts": 1}
+        config = replace(config, splits=int(splits), **combine)
     output = specs.get("output") or ArraySpec(
         (geometry.rows, geometry.heads, HEAD_DIM), geometry.output_dtype
     )

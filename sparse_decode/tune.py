@@ -38,7 +38,7 @@ SHAPES = (
 SPLITS = (0.5, 0.75, 1, 1.5, 2)
 # ... then, with the best of these, stages, and last (combine_warps, combine_width).
 STAGES = (2, 3, 4)
-COMBINES = ((1, 64), (2, 64), (4, 64), (1, 192), (4, 192))
+COMBINES = ((1, 32), (4, 32), (1, 64), (2, 64), (4, 64), (1, 192), (4, 192))
 SHOWN = 5
 
 

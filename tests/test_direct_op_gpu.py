@@ -249,16 +249,23 @@ def test_misaligned(moved, cache, splits):
     assert torch.equal(bits(given["output"]), result)
 
 
-def test_odd_page_stride():
-    call = cases.build(cases.Case("odd", (200, 77, 130), gate="bfloat16"))
+@pytest.mark.parametrize("between", [1, 16, 384])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_side_data_between_pages(between, groups):
+    """Also where an element is half a word, or a page begins in the middle of a line."""
+    call = cases.build(cases.Case("between", (200, 77, 130), gate="bfloat16", groups=groups))
     given = arguments(call)
+    expected = run(given)
     pages, *inside = given["cache"].shape
     size = given["cache"][0].numel()
-    storage = torch.full((pages, size + 1), 0x7F, dtype=torch.uint8, device="cuda")
-    odd = storage[:, :size].view(torch.float8_e4m3fn).unflatten(1, inside)
-    odd.copy_(given["cache"])
-    assert odd.stride(0) % 2
-    check(call, given, run({**given, "cache": odd}))
+    storage = torch.full((pages, size + between), 0x7F, dtype=torch.uint8, device="cuda")
+    apart = storage[:, :size].view(torch.float8_e4m3fn).unflatten(1, inside)
+    apart.copy_(given["cache"])
+    assert apart.stride(0) == size + between
+    result = run({**given, "cache": apart})
+    check(call, given, result)
+    if between % 2 == 0:
+        assert torch.equal(result, expected)
 
 
 def test_aligned_and_misaligned_calls_take_turns():

@@ -110,6 +110,13 @@ def test_shapes_of_the_default_settings(cache, name, index):
     assert taken.registers * 32 * shape.warps * programs <= 2**16
 
 
+@pytest.mark.parametrize("splits", [16, 17, 64, 65, 128, 129, 256])
+def test_combine_holds_any_number_of_partials(splits):
+    _, combine = program_of(90, "bfloat16", 8, splits, "int32").calls
+    taken = compiling.resources(compiling.compile_kernel(combine, 90))
+    assert taken.spilled == 0
+
+
 def test_fp8_needs_hardware_that_converts_it():
     """Before sm_89 there is no such instruction, and the assembler is the first to say so."""
     split, _ = program_of(80, "float8_e4m3fn", 8, 4, "int32").calls

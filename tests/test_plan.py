@@ -89,6 +89,50 @@ def specs_of(rows, slots, cache):
 
 
 @pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize(
+    ("strides", "lines"),
+    [
+        ((2 * 16 * 384, 16 * 384, 384), 32),  # groups first
+        ((2 * 16 * 384, 384, 2 * 384), 16),  # tokens first
+        ((7 * 16 * 384, 16 * 384, 384), 112),  # more layers in a page
+        ((2 * 16 * 400, 16 * 400, 400), 32),  # tokens apart
+        ((2 * 16 * 384 + 16, 16 * 384, 384), 0),  # side data between pages
+        ((2 * 16 * 384 + 384, 16 * 384 + 16, 384), 0),  # and between groups
+        ((16 * 384, 8, 384), 0),  # groups that reach into the next token
+        ((16 * 384, 0, 384), 16),
+        ((0, 16 * 384, 384), 0),
+        ((2 * 16 * 384, 16 * 384, 0), 0),
+    ],
+)
+def test_lines_of_a_token_each(strides, lines, cache):
+    specs = specs_of(4, 33, cache)
+    specs["query"] = ArraySpec((8, 8, 192), "bfloat16")
+    specs |= {"regions": ArraySpec((8, 33), "int32"), "positions": ArraySpec((8,), "int32")}
+    specs |= {"active": ArraySpec((8,), "bool")}
+    specs["cache"] = ArraySpec((64, 2, 16, 384), cache, (*strides, 1))
+    options = {"scale": 1.0, "clear_inactive": True}
+    plan = make_plan(check_call(**specs, **options, splits=1), specs, **options)
+    assert plan.page_lines == lines
+
+
+@pytest.mark.parametrize(("pages", "lines"), [(2**21 - 1, 1024), (2**21, 0)])
+def test_lines_count_to_32_bits(pages, lines):
+    specs = specs_of(4, 33, "bfloat16")
+    specs["cache"] = ArraySpec((pages, 1, 16, 384), "bfloat16", (1024 * 384, 0, 384, 1))
+    options = {"scale": 1.0, "clear_inactive": True}
+    plan = make_plan(check_call(**specs, **options, splits=1), specs, **options)
+    assert plan.page_lines == lines
+
+
+def test_an_offset_leads_away_from_a_line_that_the_interpreter_keeps_to():
+    specs = specs_of(4, 33, "bfloat16")
+    options = {"scale": 1.0, "clear_inactive": True}
+    geometry = check_call(**specs, **options, splits=1)
+    plan = make_plan(geometry, specs, **options, cache_unit=16, cache_page=64 * 384)
+    assert (plan.page_lines, replace(plan, interpret=True).page_lines) == (64, 0)
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 133, 140, 256, 384, 600, 1024])
 @pytest.mark.parametrize("slots", [1, 7, 9, 24, 25, 64, 513, 1025])
 def test_default_settings_are_those_of_the_table(cache, rows, slots):
@@ -159,13 +203,17 @@ def test_default_settings_of_long_selections(rows):
     assert config == replace(config, **SHAPES[shape]._asdict())
 
 
-@pytest.mark.parametrize(("splits", "warps"), [(64, 1), (128, 2), (256, 4)])
-def test_other_splits_have_warps_that_hold_them(splits, warps):
+@pytest.mark.parametrize(
+    ("splits", "warps", "width"),
+    [(16, 1, 192), (17, 1, 64), (64, 1, 64), (65, 1, 32), (128, 1, 32), (129, 4, 32), (256, 4, 32)],
+)
+def test_combine_holds_the_partials_of_other_splits(splits, warps, width):
     specs = specs_of(64, 513, "bfloat16")
     options = {"scale": 1.0, "clear_inactive": True}
     geometry = check_call(**specs, **options, splits=splits)
     config = make_plan(geometry, specs, **options, splits=splits).config
-    assert (config.splits, config.combine_warps, config.parts) == (splits, warps, 1)
+    assert config == replace(config, splits=splits, parts=1)
+    assert (config.combine_warps, config.combine_width) == (warps, width)
     given = default_config(geometry)
     plan = make_plan(geometry, specs, **options, splits=splits, config=given)
     assert plan.config == replace(given, splits=splits)
@@ -174,7 +222,11 @@ def test_other_splits_have_warps_that_hold_them(splits, warps):
 
 @pytest.mark.parametrize(
     ("rows", "slots", "shape"),
-    [(64, 1025, "small tiles in parts"), (16, 2049, "small tiles"), (92, 8192, "small tiles")],
+    [
+        (64, 1025, "small tiles in parts"),
+        (92, 8192, "small tiles in parts"),
+        (16, 2049, "small tiles"),
+    ],
 )
 def test_programs_are_lent_where_combine_holds_what_four_found(rows, slots, shape):
     specs = specs_of(rows, slots, "bfloat16")
