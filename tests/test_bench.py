@@ -649,7 +649,8 @@ def test_a_search_finds_the_best_and_leaves_out_what_fails():
                 + abs(config.splits - 12)
                 + config.tile / 32
                 + abs(config.stages - 4)
-                + config.combine_warps,
+                + config.combine_warps
+                + abs(config.combine_width - 64) / 64,
                 0.1,
             )
             for config in configs
