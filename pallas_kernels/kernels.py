@@ -102,11 +102,9 @@ def _group_begin(plan: Plan, refs, row) -> tuple[jax.Array | int, jax.Array | in
     line, element = 0, 0
     if plan.geometry.groups > 1:
         group = lax.rem(row, jnp.int32(plan.geometry.groups))
-        _, group_stride, token_stride = plan.cache_strides
-        if plan.page_lines and group_stride % token_stride == 0:
-            line = group * (group_stride // token_stride)
-        else:
-            element = group * group_stride
+        _, stride, token_stride = plan.cache_strides
+        lines, elements = divmod(stride, token_stride) if plan.page_lines else (0, stride)
+        line, element = group * lines, group * elements
     unit = plan.offset_unit
     if unit:
         offset = jnp.minimum(jnp.maximum(refs["offset"][0], 0), plan.last_offset)
@@ -633,8 +631,7 @@ def attend(plan: Plan, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     geometry, config = plan.geometry, plan.config
     rows, heads, splits = geometry.rows, geometry.heads, config.splits
     if plan.page_lines:
-        lines = buffers["cache"].reshape(-1, plan.cache_strides[2])
-        buffers = {**buffers, "cache": lines}
+        buffers = buffers | {"cache": buffers["cache"].reshape(-1, plan.cache_strides[2])}
     results = {"output": jax.ShapeDtypeStruct(plan.buffer("output")[1], geometry.output_dtype)}
     if plan.return_lse:
         results["lse"] = jax.ShapeDtypeStruct((rows, heads), jnp.float32)

@@ -303,8 +303,7 @@ class Plan:
         page_stride, group_stride, token_stride = self.cache_strides
         if not page_stride or not token_stride or page_stride % token_stride:
             return 0
-        groups_apart = 0 if group_stride % token_stride == 0 else group_stride
-        reach = (geometry.groups - 1) * groups_apart + 2 * self.line
+        reach = (geometry.groups - 1) * (group_stride % token_stride) + 2 * self.line
         # The interpreter keeps to its line, from which an offset may lead away.
         if reach > token_stride or (self.interpret and self.offset_unit):
             return 0

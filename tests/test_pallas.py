@@ -1,6 +1,7 @@
 """The Pallas path: natively where there is a GPU, through Pallas' interpreter elsewhere."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import ml_dtypes
@@ -14,13 +15,16 @@ from sparse_decode import captures  # noqa: E402
 from sparse_decode.bridge import lowering  # noqa: E402
 from sparse_decode.call import page_storage  # noqa: E402
 from sparse_decode.cases import CASES, WIDE_CASES, build  # noqa: E402
+from sparse_decode.contract import ArraySpec, check_call  # noqa: E402
 from sparse_decode.oracle import evaluate  # noqa: E402
 from sparse_decode.pallas_kernels import (  # noqa: E402
     Config,
     PackedCache,
+    op,
     sparse_decode_attention,
 )
 from sparse_decode.paths import PATHS  # noqa: E402
+from sparse_decode.plan import make_plan  # noqa: E402
 from sparse_decode.tolerance import judge, limits  # noqa: E402
 
 if jax.default_backend() == "cpu":
@@ -218,6 +222,39 @@ def test_layout_does_not_matter(name):
     dense = dataclasses.replace(call, cache=np.ascontiguousarray(call.cache))
     assert isinstance(arguments(call)["cache"], PackedCache)
     assert_same_bits(run(call), run(dense))
+
+
+@pytest.mark.parametrize("name", ["fp8_packed", "fp16_token_major"])
+@pytest.mark.parametrize(
+    ("tokens", "group", "token"),
+    [
+        (40, 16 * 384, 384),  # groups first, other layers behind
+        (16, 384, 2 * 384),  # tokens first
+        (33, 16 * 800 + 400, 800),  # a group begins in the middle of a token of the other
+    ],
+)
+def test_a_cache_of_lines(name, tokens, group, token):
+    """Without an offset, which the interpreter would address otherwise."""
+    call = narrow(build(dataclasses.replace(CASE[name], page_size=16)))
+    pages = len(call.cache)
+    storage = np.full((pages, tokens * token), np.nan, call.cache.dtype)
+    strides = (storage.shape[1], group, token, 1)
+    view = np.lib.stride_tricks.as_strided(
+        storage, call.cache.shape, [stride * storage.itemsize for stride in strides]
+    )
+    view[:] = call.cache
+    specs = {name: ArraySpec(a.shape, a.dtype.name) for name, a in call.arrays().items()}
+    specs["cache"] = specs["cache"]._replace(strides=strides)
+    options = {**call.options(), "splits": call.splits}
+    geometry = check_call(**specs, **options)
+    del options["query_len"]
+    plan = make_plan(geometry, specs, **options, return_lse=True)
+    assert plan.page_lines == tokens
+    dense = dataclasses.replace(call, cache=np.ascontiguousarray(call.cache))
+    arrays = arguments(dense)
+    found = jax.jit(functools.partial(op._run, plan))({**arrays, "cache": jnp.asarray(storage)})
+    check(dense, *found, dense.output)
+    assert_same_bits(found, run(dense))
 
 
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "bfloat16"])

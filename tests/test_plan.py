@@ -7,6 +7,16 @@ import pytest
 from sparse_decode.contract import ArraySpec, check_call
 from sparse_decode.plan import SHAPES, check_offset, default_config, make_plan
 
+OPTIONS = {"scale": 1.0, "clear_inactive": True}
+
+
+def geometry_of(specs, splits=1, **options):
+    return check_call(**specs, **OPTIONS, splits=splits, **options)
+
+
+def plan_of(specs, **options):
+    return make_plan(geometry_of(specs), specs, **OPTIONS, **options)
+
 
 def plan(group_stride, cache):
     """A call whose two groups lie `group_stride` elements apart."""
@@ -20,8 +30,7 @@ def plan(group_stride, cache):
         "k_scale": ArraySpec((), "float32"),
         "v_scale": ArraySpec((), "float32"),
     }
-    options = {"scale": 1.0, "clear_inactive": True}
-    return make_plan(check_call(**specs, **options, splits=1), specs, **options)
+    return plan_of(specs)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +59,7 @@ def test_offsets_into_pages_reach_as_far_as_32_bits(cache, page, last):
     specs = specs_of(4, 33, cache)
     specs["cache"] = ArraySpec((3, 1, 64, 384), cache, (page, 0, 384, 1))
     specs["block_table"] = ArraySpec((4, 64), "int32")
-    options = {"scale": 1.0, "clear_inactive": True}
-    geometry = check_call(**specs, **options, splits=1)
-    plan = make_plan(geometry, specs, **options, cache_unit=16, cache_page=page)
+    plan = plan_of(specs, cache_unit=16, cache_page=page)
     assert plan.last_offset == last
     check_offset(last, plan.last_offset)
     with pytest.raises(NotImplementedError, match=rf"^cache: .*at most {last} .*got {last + 16}"):
@@ -64,13 +71,11 @@ def test_places_count_to_32_bits(pages, fits):
     specs = specs_of(4, 33, "bfloat16")
     specs["cache"] = ArraySpec((pages, 1, 16, 384), "bfloat16")
     specs["block_table"] = ArraySpec((4, 64), "int32")
-    options = {"scale": 1.0, "clear_inactive": True}
-    geometry = check_call(**specs, **options, splits=1)
     if fits:
-        assert make_plan(geometry, specs, **options).geometry.pages == pages
+        assert plan_of(specs).geometry.pages == pages
     else:
         with pytest.raises(NotImplementedError, match=rf"^cache: .*2\*\*31 tokens.*{pages}"):
-            make_plan(geometry, specs, **options)
+            plan_of(specs)
 
 
 def specs_of(rows, slots, cache):
@@ -96,6 +101,7 @@ def specs_of(rows, slots, cache):
         ((2 * 16 * 384, 384, 2 * 384), 16),  # tokens first
         ((7 * 16 * 384, 16 * 384, 384), 112),  # more layers in a page
         ((2 * 16 * 400, 16 * 400, 400), 32),  # tokens apart
+        ((33 * 800, 16 * 800 + 400, 800), 33),  # a group begins in the middle of a token
         ((2 * 16 * 384 + 16, 16 * 384, 384), 0),  # side data between pages
         ((2 * 16 * 384 + 384, 16 * 384 + 16, 384), 0),  # and between groups
         ((16 * 384, 8, 384), 0),  # groups that reach into the next token
@@ -110,25 +116,19 @@ def test_lines_of_a_token_each(strides, lines, cache):
     specs |= {"regions": ArraySpec((8, 33), "int32"), "positions": ArraySpec((8,), "int32")}
     specs |= {"active": ArraySpec((8,), "bool")}
     specs["cache"] = ArraySpec((64, 2, 16, 384), cache, (*strides, 1))
-    options = {"scale": 1.0, "clear_inactive": True}
-    plan = make_plan(check_call(**specs, **options, splits=1), specs, **options)
-    assert plan.page_lines == lines
+    assert plan_of(specs).page_lines == lines
 
 
 @pytest.mark.parametrize(("pages", "lines"), [(2**21 - 1, 1024), (2**21, 0)])
 def test_lines_count_to_32_bits(pages, lines):
     specs = specs_of(4, 33, "bfloat16")
     specs["cache"] = ArraySpec((pages, 1, 16, 384), "bfloat16", (1024 * 384, 0, 384, 1))
-    options = {"scale": 1.0, "clear_inactive": True}
-    plan = make_plan(check_call(**specs, **options, splits=1), specs, **options)
-    assert plan.page_lines == lines
+    assert plan_of(specs).page_lines == lines
 
 
 def test_an_offset_leads_away_from_a_line_that_the_interpreter_keeps_to():
     specs = specs_of(4, 33, "bfloat16")
-    options = {"scale": 1.0, "clear_inactive": True}
-    geometry = check_call(**specs, **options, splits=1)
-    plan = make_plan(geometry, specs, **options, cache_unit=16, cache_page=64 * 384)
+    plan = plan_of(specs, cache_unit=16, cache_page=64 * 384)
     assert (plan.page_lines, replace(plan, interpret=True).page_lines) == (64, 0)
 
 
@@ -139,8 +139,7 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
     """The table of `docs/performance.md`."""
     fp8 = cache == "float8_e4m3fn"
     specs = specs_of(rows, slots, cache)
-    geometry = check_call(**specs, scale=1.0, clear_inactive=True, splits=1)
-    config = default_config(geometry)
+    config = default_config(geometry_of(specs))
     shape = {name for name, shape in SHAPES.items() if replace(config, **shape._asdict()) == config}
     tokens = slots * 8
 
@@ -181,15 +180,14 @@ def test_default_settings_are_those_of_the_table(cache, rows, slots):
 )
 def test_programs_of_fp8_fill_the_gpu(rows, splits, shape):
     specs = specs_of(rows, 513, "float8_e4m3fn")
-    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    config = default_config(geometry_of(specs))
     assert config == replace(config, splits=splits, **SHAPES[shape]._asdict())
 
 
 def test_rows_of_one_request_stay_with_one_warp():
     specs = specs_of(64, 513, "float8_e4m3fn")
     specs["block_table"] = ArraySpec((16, 1024), "int32")
-    options = {"scale": 1.0, "clear_inactive": True, "splits": 1, "query_len": 4}
-    config = default_config(check_call(**specs, **options))
+    config = default_config(geometry_of(specs, query_len=4))
     assert config == replace(config, splits=8, **SHAPES["one warp"]._asdict())
 
 
@@ -197,7 +195,7 @@ def test_rows_of_one_request_stay_with_one_warp():
 def test_default_settings_of_long_selections(rows):
     """As many splits as combine may have, and two warps for a few programs."""
     specs = specs_of(rows, 8192, "float8_e4m3fn")
-    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    config = default_config(geometry_of(specs))
     assert config.splits == 128
     shape = "usual" if rows < 3 else "two pieces"
     assert config == replace(config, **SHAPES[shape]._asdict())
@@ -209,13 +207,12 @@ def test_default_settings_of_long_selections(rows):
 )
 def test_combine_holds_the_partials_of_other_splits(splits, warps, width):
     specs = specs_of(64, 513, "bfloat16")
-    options = {"scale": 1.0, "clear_inactive": True}
-    geometry = check_call(**specs, **options, splits=splits)
-    config = make_plan(geometry, specs, **options, splits=splits).config
+    geometry = geometry_of(specs, splits)
+    config = make_plan(geometry, specs, **OPTIONS, splits=splits).config
     assert config == replace(config, splits=splits, parts=1)
     assert (config.combine_warps, config.combine_width) == (warps, width)
     given = default_config(geometry)
-    plan = make_plan(geometry, specs, **options, splits=splits, config=given)
+    plan = make_plan(geometry, specs, **OPTIONS, splits=splits, config=given)
     assert plan.config == replace(given, splits=splits)
     assert given.parts == 4
 
@@ -230,5 +227,5 @@ def test_combine_holds_the_partials_of_other_splits(splits, warps, width):
 )
 def test_programs_are_lent_where_combine_holds_what_four_found(rows, slots, shape):
     specs = specs_of(rows, slots, "bfloat16")
-    config = default_config(check_call(**specs, scale=1.0, clear_inactive=True, splits=1))
+    config = default_config(geometry_of(specs))
     assert config == replace(config, **SHAPES[shape]._asdict())
